@@ -1,0 +1,137 @@
+"""Where every rollout is: each id in exactly one state, and the sum over the states is what was generated.
+
+A shard counts what it received; ``combine`` adds the shards up and finds, by subtraction from the searchers'
+own counts, what is still in flight and what was lost with its sender.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from tba_megatron.types import LedgerCounts
+
+
+class RolloutState(StrEnum):
+    """The state of a rollout that a shard has received."""
+
+    HELD_UNTRAINED = "held_untrained"
+    TRAINED = "trained"  # for ever, also when the rollout has left the shard
+    DUPLICATE = "duplicate"
+    EVICTED_UNTRAINED = "evicted_untrained"
+    INVALID = "invalid"
+
+
+_S = RolloutState
+# The discarded states lead to TRAINED because a rollout can leave its pool between its draw and the end of
+# the step.
+_MOVES = {
+    (_S.HELD_UNTRAINED, _S.TRAINED),
+    (_S.HELD_UNTRAINED, _S.DUPLICATE),
+    (_S.HELD_UNTRAINED, _S.EVICTED_UNTRAINED),
+    (_S.DUPLICATE, _S.TRAINED),
+    (_S.EVICTED_UNTRAINED, _S.TRAINED),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardCounts:
+    """One shard's part of the ledger. ``received`` is by searcher incarnation and sums to the five states.
+
+    ``redelivered`` counts arrivals of an id that the shard already holds; they are not received again.
+    """
+
+    received: Mapping[str, int]
+    held_untrained: int
+    trained: int
+    duplicate: int
+    evicted_untrained: int
+    invalid: int
+    invalid_reasons: Mapping[str, int]
+    redelivered: int
+
+
+class ShardLedger:
+    """The counters of one shard."""
+
+    def __init__(self) -> None:
+        self._received: Counter[str] = Counter()
+        self._states: Counter[RolloutState] = Counter()
+        self._invalid_reasons: Counter[str] = Counter()
+        self._redelivered = 0
+
+    def receive(self, searcher: str, state: RolloutState) -> None:
+        """A rollout arrived, for the first time, and went into ``state``."""
+        self._received[searcher] += 1
+        self._states[state] += 1
+
+    def receive_invalid(self, searcher: str, reason: str) -> None:
+        self.receive(searcher, RolloutState.INVALID)
+        self._invalid_reasons[reason] += 1
+
+    def receive_again(self) -> None:
+        """A rollout arrived that is already counted."""
+        self._redelivered += 1
+
+    def move(self, old: RolloutState, new: RolloutState) -> None:
+        """One rollout goes from ``old`` to ``new``; ValueError where the law forbids it."""
+        if (old, new) not in _MOVES:
+            raise ValueError(f"a rollout cannot go from {old} to {new}")
+        if self._states[old] == 0:
+            raise ValueError(f"no rollout is {old}, so none can become {new}")
+        self._states[old] -= 1
+        self._states[new] += 1
+
+    def counts(self) -> ShardCounts:
+        return ShardCounts(
+            received=dict(self._received),
+            invalid_reasons=dict(self._invalid_reasons),
+            redelivered=self._redelivered,
+            **{state.value: self._states[state] for state in RolloutState},
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Plain dictionaries of integers and strings, for ``from_state``."""
+        return {
+            "received": dict(self._received),
+            "states": {state.value: self._states[state] for state in RolloutState},
+            "invalid_reasons": dict(self._invalid_reasons),
+            "redelivered": self._redelivered,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        ledger = cls()
+        ledger._received.update(state["received"])
+        ledger._states.update({RolloutState(name): n for name, n in state["states"].items()})
+        ledger._invalid_reasons.update(state["invalid_reasons"])
+        ledger._redelivered = state["redelivered"]
+        return ledger
+
+
+def combine(reported: Mapping[str, int], lost: Set[str], shards: Sequence[ShardCounts]) -> LedgerCounts:
+    """The ledger of the whole run.
+
+    ``reported`` is what each searcher incarnation says it generated, ``lost`` those that were declared lost.
+    Reports and rollouts travel apart, so a shard may have received more than was reported: the larger number
+    counts. What a lost searcher sent and arrives late leaves ``lost`` by itself, because ``lost`` is a
+    difference.
+    """
+    received: Counter[str] = Counter()
+    for shard in shards:
+        received.update(shard.received)
+    generated = {s: max(reported.get(s, 0), received[s]) for s in reported.keys() | received.keys()}
+    missing = {s: n - received[s] for s, n in generated.items()}
+    return LedgerCounts(
+        generated=sum(generated.values()),
+        in_flight=sum(n for s, n in missing.items() if s not in lost),
+        held_untrained=sum(shard.held_untrained for shard in shards),
+        trained=sum(shard.trained for shard in shards),
+        duplicate=sum(shard.duplicate for shard in shards),
+        evicted_untrained=sum(shard.evicted_untrained for shard in shards),
+        invalid=sum(shard.invalid for shard in shards),
+        lost=sum(n for s, n in missing.items() if s in lost),
+    )

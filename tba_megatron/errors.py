@@ -1,0 +1,57 @@
+"""The errors a user can meet. Each message is one line: what, the value, where, and what to do.
+
+The console script prints the message of a ``TbaError`` without a traceback and exits with its ``exit_code``. Any
+other exception is a fault of this project and keeps its traceback.
+"""
+
+
+class TbaError(Exception):
+    """Something went wrong that the user can understand and act on."""
+
+    exit_code = 1
+
+
+class ConfigError(TbaError):
+    """The configuration cannot be used. ``problems`` holds one line for each thing that is wrong."""
+
+    exit_code = 2
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class RunFolderError(TbaError):
+    """The run folder cannot be used: it belongs to another configuration, or cannot be written."""
+
+    exit_code = 2
+
+
+class ModelError(TbaError):
+    """A model folder cannot be read: unknown architecture, missing or unexpected weights, wrong shapes."""
+
+    exit_code = 2
+
+
+class CheckpointError(TbaError):
+    """A checkpoint cannot be written or read."""
+
+
+class TransportError(TbaError):
+    """A peer cannot be reached, or an address cannot be bound."""
+
+
+class WeightTransferError(TbaError):
+    """A version of the weights did not arrive whole: names the version, the sender, the bucket and the reason."""
+
+
+class EngineError(TbaError):
+    """The inference engine is unusable and its process has to be restarted."""
+
+
+class TaskError(TbaError):
+    """A task cannot supply prompts or scores."""
+
+
+class RoleFailedError(TbaError):
+    """A process that the launcher started ended in failure."""

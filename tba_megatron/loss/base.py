@@ -1,0 +1,122 @@
+"""What a loss sees, what it returns, and the protocol of a loss.
+
+A loss is a function of one packed microbatch. Everything it returns is additive over microbatches and ranks,
+or a maximum; the division by global numbers happens outside, once. T response positions (those that predict
+a token of a completion), S sequences, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tba_megatron.types import PackedMicrobatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInputs:
+    """One packed microbatch. Log-probs are in nats at the objective's temperature.
+
+    ``normaliser`` is global: the rollouts B K of the whole step (for a supervised loss, its response
+    tokens), so that the gradient does not depend on how groups are split over microbatches and ranks.
+    """
+
+    logprob_T: Tensor  # with grad, response positions only
+    sequence_index_T: Tensor  # int64 in 0..S-1
+    group_index_S: Tensor  # int64 in 0..G-1
+    copies_S: Tensor  # float64
+    reward_S: Tensor  # float64
+    reference_logprob_S: Tensor  # float64, sums over the completions
+    n_groups: int
+    normaliser: float
+    behaviour_logprob_S: Tensor | None = None  # float64, NaN where it is not known
+
+    @property
+    def n_sequences(self) -> int:
+        return len(self.group_index_S)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """``loss`` is this microbatch's part of the step's loss. The statistics are detached 0-dim float64
+    tensors.
+
+    ``sums`` are added over microbatches and ranks, ``maxima`` maximised. A sum named ``unit/x`` is a part of
+    the mean of x over ``units``, which is a sum of its own: ``rollout/kl`` and ``rollouts``.
+    """
+
+    loss: Tensor
+    sums: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Loss(Protocol):
+    """An objective. It holds settings only."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether ``reference_logprob_S`` is read."""
+        ...
+
+    def __call__(self, inputs: LossInputs) -> LossOutput: ...
+
+
+def loss_inputs(
+    microbatch: PackedMicrobatch,
+    logprob_T: Tensor,
+    *,
+    normaliser: float,
+    reference_logprob_S: Tensor | None = None,
+) -> LossInputs:
+    """The inputs for ``microbatch``, on the device of ``logprob_T``: its log-probs where ``response`` is
+    true.
+
+    ``reference_logprob_S`` replaces the one in the microbatch, which is NaN where it was never computed.
+    """
+    device = logprob_T.device
+    mb = microbatch
+
+    def float64(array: object) -> Tensor:
+        return torch.as_tensor(array, dtype=torch.float64, device=device)
+
+    return LossInputs(
+        logprob_T=logprob_T,
+        sequence_index_T=torch.as_tensor(mb.sequence_index[mb.response], dtype=torch.int64, device=device),
+        group_index_S=torch.as_tensor(mb.group_index, dtype=torch.int64, device=device),
+        copies_S=float64(mb.copies),
+        reward_S=float64(mb.reward),
+        reference_logprob_S=float64(
+            mb.reference_logprob if reference_logprob_S is None else reference_logprob_S
+        ),
+        behaviour_logprob_S=float64(mb.behaviour_logprob),
+        n_groups=mb.n_groups,
+        normaliser=normaliser,
+    )
+
+
+def segment_sum(values: Tensor, index: Tensor, n_segments: int) -> Tensor:
+    """Sums of ``values`` by ``index``, in float64; [n_segments], 0 where a segment has no values."""
+    zeros = torch.zeros(n_segments, dtype=torch.float64, device=values.device)
+    return zeros.index_add(0, index, values.double())
+
+
+def segment_mean(values_S: Tensor, weights_S: Tensor, index_S: Tensor, n_segments: int) -> Tensor:
+    """Weighted means by ``index_S``; [n_segments], 0 where a segment has no weight."""
+    weight = segment_sum(weights_S, index_S, n_segments)
+    return segment_sum(weights_S * values_S, index_S, n_segments) / weight.where(weight > 0, 1.0)
+
+
+def mean_statistics(sums: Mapping[str, float]) -> dict[str, float]:
+    """``x`` for each sum ``unit/x`` that was added up over all ranks: its mean over ``units``. Others stay
+    sums.
+    """
+    means: dict[str, float] = {}
+    for name, value in sums.items():
+        unit, slash, statistic = name.rpartition("/")
+        count = sums[f"{unit}s"] if slash else 1.0
+        means[statistic] = value / count if count else 0.0
+    return means

@@ -1,0 +1,51 @@
+"""What a task is: a source of prompts and a judge of completions. It knows neither weights nor policy versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from tba_megatron.types import Completion, Prompt, TokenIds
+
+
+class Task(Protocol):
+    """A finite set of training prompts, a disjoint set of held-out prompts, and a score."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def n_train(self) -> int:
+        """Training prompts in one epoch."""
+        ...
+
+    @property
+    def dropped_prompts(self) -> int:
+        """Prompts that were left out at load, because they would fill the model's length."""
+        ...
+
+    def train_prompt(self, index: int) -> Prompt:
+        """Prompt ``index`` (0, 1, ...) of the endless training stream: a pure function of the seed and the index.
+
+        Each epoch of ``n_train`` indices holds every training prompt once.
+        """
+        ...
+
+    def held_out_prompts(self, n: int) -> list[Prompt]:
+        """The same n prompts at every call and for every seed; TaskError when there are fewer."""
+        ...
+
+    def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """One score for each completion of a group, in order. A score that is not finite makes a rollout invalid."""
+        ...
+
+
+@runtime_checkable
+class Demonstrations(Protocol):
+    """A task that can show how it is done; ``tba sft`` needs it."""
+
+    def demonstration(self, rng: np.random.Generator) -> tuple[TokenIds, TokenIds]:
+        """Token ids of a random training prompt and of an answer, right or wrong, that ends with EOS."""
+        ...

@@ -1,0 +1,22 @@
+"""The table of tasks: a new one is a file beside this one, a section in ``config`` and a case here."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from tba_megatron.config import ArithmeticTask, CopyTask
+from tba_megatron.tasks.arithmetic import arithmetic
+from tba_megatron.tasks.base import Task
+from tba_megatron.tasks.copy import copy
+from tba_megatron.types import Tokenizer
+
+
+def make_task(config: ArithmeticTask | CopyTask, tokenizer: Tokenizer, seed: int, max_length: int) -> Task:
+    """The task of a configuration. ``max_length`` is the model's, in tokens; TaskError when it cannot be made."""
+    match config:
+        case ArithmeticTask():
+            return arithmetic(config, tokenizer, seed, max_length)
+        case CopyTask():
+            return copy(config, tokenizer, seed, max_length)
+        case _:
+            assert_never(config)

@@ -1,0 +1,179 @@
+"""One optimizer step, and one forward-only pass, through Megatron's pipeline schedules.
+
+Both walk the same packed microbatches on all ranks of a replica. R response positions, S sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from tba_megatron.dist import Groups
+from tba_megatron.loss.base import Loss, LossInputs, Statistics, segment_sum
+from tba_megatron.trainer.head import response_logprobs
+from tba_megatron.trainer.model import Batch, Policy, forward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSettings:
+    """What turns logits into log-probs."""
+
+    temperature: float
+    vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What an optimizer step did. ``statistics`` are over the whole global batch, known on rank 0 only."""
+
+    skipped: bool
+    grad_norm: float
+    learning_rate: float
+    statistics: Statistics
+
+
+def _run_schedule(
+    model: torch.nn.Module,
+    batches: Sequence[Batch],
+    on_logits: Callable[[Tensor, Batch], tuple[Tensor, object]],
+    *,
+    forward_only: bool,
+) -> list:
+    """Megatron's schedule for this pipeline size; what ``on_logits`` returned on the last stage, in order."""
+
+    def forward_step(batches: Iterator[Batch], model: torch.nn.Module):
+        batch = next(batches)
+        return forward(model, batch), lambda logits: on_logits(logits, batch)
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=model,
+        num_microbatches=len(batches),
+        seq_length=max(batch.tokens.shape[1] for batch in batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def sequence_logprobs(
+    gpt: torch.nn.Module, batches: Sequence[Batch], head: HeadSettings, groups: Groups
+) -> list[Tensor]:
+    """Sum of the completion's log-probs for each sequence: float64 [S] a microbatch, on the last stage only."""
+
+    def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        logprobs = _logprobs(logits, batch, head, groups)
+        sums = segment_sum(logprobs, batch.sequence_index, batch.host.n_sequences)
+        return logits.new_zeros(()), sums.clone()
+
+    with torch.no_grad():
+        return _run_schedule(gpt, batches, on_logits, forward_only=True)
+
+
+def token_logprobs(
+    gpt: torch.nn.Module, batches: Sequence[Batch], head: HeadSettings, groups: Groups
+) -> list[Tensor]:
+    """Log-probs of the response tokens: float32 [R] a microbatch, on the last stage only."""
+
+    def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        return logits.new_zeros(()), _logprobs(logits, batch, head, groups).clone()
+
+    with torch.no_grad():
+        return _run_schedule(gpt, batches, on_logits, forward_only=True)
+
+
+def _logprobs(logits: Tensor, batch: Batch, head: HeadSettings, groups: Groups) -> Tensor:
+    return response_logprobs(
+        logits,
+        batch.rows,
+        batch.labels,
+        temperature=head.temperature,
+        vocab_size=head.vocab_size,
+        groups=groups,
+    )
+
+
+def update(
+    policy: Policy,
+    batches: Sequence[Batch],
+    loss: Loss,
+    normaliser: float,
+    head: HeadSettings,
+    groups: Groups,
+) -> Update:
+    """Forward, backward and one optimizer step over this replica's ``batches``.
+
+    ``normaliser`` is the global number of rollouts (or tokens, for the warm start) that the loss is divided by, so
+    the gradient does not depend on how groups fall into microbatches and replicas. A non-finite gradient skips the
+    step: nothing is applied, on any rank.
+    """
+    policy.ddp.train()
+    policy.ddp.zero_grad_buffer()
+    policy.optimizer.zero_grad()
+    # Megatron averages over microbatches and over data-parallel ranks; ours is a sum with one global normaliser.
+    scale = len(batches) * groups.dp_size
+
+    def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, Statistics]:
+        output = loss(_loss_inputs(logits, batch, normaliser, head, groups))
+        return output.loss * scale, output.statistics
+
+    parts = _run_schedule(policy.ddp, batches, on_logits, forward_only=False)
+    norm, skipped = _apply_gradient(policy)
+    policy.scheduler.step(1)
+    return Update(
+        skipped=skipped,
+        grad_norm=norm,
+        learning_rate=policy.optimizer.param_groups[0]["lr"],
+        statistics=_gather_statistics(parts, groups),
+    )
+
+
+def _loss_inputs(
+    logits: Tensor, batch: Batch, normaliser: float, head: HeadSettings, groups: Groups
+) -> LossInputs:
+    host, device = batch.host, logits.device
+    return LossInputs(
+        logprobs=_logprobs(logits, batch, head, groups),
+        sequence_index=batch.sequence_index,
+        reference_logprob=torch.from_numpy(host.reference_logprob).to(device),
+        behaviour_logprob=torch.from_numpy(host.behaviour_logprob).to(device),
+        reward=torch.from_numpy(host.reward).to(device),
+        group_index=torch.from_numpy(host.group_index).long().to(device),
+        copies=torch.from_numpy(host.copies).to(device),
+        n_groups=host.n_groups,
+        normaliser=normaliser,
+    )
+
+
+def _apply_gradient(policy: Policy) -> tuple[float, bool]:
+    """(global gradient norm, skipped). The norm is reduced over all ranks, so all ranks agree."""
+    optimizer = policy.optimizer
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm() or 0.0)
+    if not math.isfinite(norm):
+        return norm, True
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.config.clip_grad > 0.0 and not getattr(part, "is_stub_optimizer", False):
+            clip_grad_by_total_norm_fp32(
+                part.get_parameters(), max_norm=part.config.clip_grad, total_norm=norm
+            )
+    optimizer.step_with_ready_grads()
+    return norm, False
+
+
+def _gather_statistics(parts: Sequence[Statistics], groups: Groups) -> Statistics:
+    mine = Statistics.merge(parts) if groups.is_leader else Statistics.empty()
+    if groups.info.world_size == 1:
+        return mine
+    everyone: list[Statistics] | None = (
+        [Statistics.empty()] * groups.info.world_size if groups.rank == 0 else None
+    )
+    dist.gather_object(mine, everyone, dst=0, group=groups.world)
+    return Statistics.merge(everyone) if everyone is not None else Statistics.empty()

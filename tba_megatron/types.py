@@ -1,0 +1,320 @@
+"""The vocabulary of the system: what a prompt, a rollout, a group, a version and a step plan are.
+
+Everything here is frozen and made of plain Python and numpy, so that each room can be imported, tested and read
+without torch. Shapes in names: T tokens, S sequences, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class PolicyVersion:
+    """The policy after optimizer step ``step`` of attempt ``attempt``; ordered, and never re-used.
+
+    A resumed run is a new attempt, so the steps after the restored one exist once for each attempt.
+    """
+
+    attempt: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.attempt}.{self.step}"
+
+    @staticmethod
+    def parse(text: str) -> PolicyVersion:
+        """The version whose ``str`` is ``text``; ValueError for anything else."""
+        attempt, _, step = text.partition(".")
+        return PolicyVersion(int(attempt), int(step))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyHistory:
+    """Which versions lie on the history of the living run.
+
+    ``base_steps[a]`` is the step at which attempt ``a`` began: 0 for a new run, the restored step for a resumed one.
+    """
+
+    base_steps: tuple[int, ...]
+
+    @property
+    def attempt(self) -> int:
+        return len(self.base_steps) - 1
+
+    def holds(self, version: PolicyVersion) -> bool:
+        """True unless the version belongs to a branch that a later attempt abandoned."""
+        return version.attempt <= self.attempt and all(
+            version.step <= base for base in self.base_steps[version.attempt + 1 :]
+        )
+
+    def age_steps(self, version: PolicyVersion, step: int) -> int | None:
+        """Optimizer steps from ``version`` to ``step`` on this history; None off the branch."""
+        return step - version.step if self.holds(version) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One question. ``prompt_id`` is the same in every epoch and after every restart.
+
+    ``payload`` is what the task needs to score an answer; it never leaves the searcher.
+    """
+
+    prompt_id: str
+    task: str
+    token_ids: TokenIds
+    payload: Mapping[str, str] = field(default_factory=dict)
+
+
+class StopReason(StrEnum):
+    """Why a completion ended."""
+
+    EOS = "eos"  # one of the end-of-sequence ids; the id is the last token of the completion
+    LENGTH = "length"  # truncated by ``max_new_tokens`` or by the model's length
+    ABORT = "abort"  # the engine gave up on it; never becomes a rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySpan:
+    """Tokens ``start`` (included) to ``end`` (excluded) of a completion were written by ``version``."""
+
+    version: PolicyVersion
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What an engine returns for one sample of a prompt."""
+
+    token_ids: TokenIds
+    stop_reason: StopReason
+    spans: tuple[PolicySpan, ...]
+    behaviour_logprobs: Floats | None = None
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class RolloutId:
+    """Unique for ever: the searcher's incarnation (a new one for each start) and a sequence number within it."""
+
+    searcher: str
+    sequence: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One scored completion: the stored unit.
+
+    ``token_ids`` is the completion alone, the EOS included. ``behaviour_logprobs`` (nats, one a token) is present
+    only where a searcher was asked for it. ``reference_logprob`` is the sum over the completion in nats at the
+    objective's temperature, valid for ``reference_version`` only.
+    """
+
+    rollout_id: RolloutId
+    token_ids: TokenIds
+    reward: float
+    stop_reason: StopReason
+    spans: tuple[PolicySpan, ...]
+    source: str
+    behaviour_logprobs: Floats | None = None
+    reference_logprob: float | None = None
+    reference_version: int | None = None
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The newest policy that wrote a part of it; for an empty completion, the policy that chose to stop."""
+        return max(span.version for span in self.spans)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutGroup:
+    """What a searcher sends: all its completions of one prompt from one visit."""
+
+    prompt_id: str
+    prompt_token_ids: TokenIds
+    rollouts: tuple[Rollout, ...]
+    lease: int = -1  # the lease that the visit belongs to; -1 where nobody leases prompts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainGroup:
+    """K rollouts drawn from one prompt's pool: the atom of training.
+
+    Equal completions are drawn as copies of one rollout: ``copies[i]`` says how often ``rollouts[i]`` was drawn, and
+    the copies sum to K. Training on one rollout of weight 3 equals training on three equal ones.
+    """
+
+    prompt_id: str
+    prompt_token_ids: TokenIds
+    rollouts: tuple[Rollout, ...]
+    copies: tuple[int, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in the packed microbatch: the prompt is repeated for each distinct completion."""
+        return sum(len(self.prompt_token_ids) + len(r.token_ids) for r in self.rollouts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedMicrobatch:
+    """Sequences laid end to end. It carries its own index, so no order of rows is implied.
+
+    Position t of sequence s predicts token t + 1 of the same sequence: ``labels[t] = tokens[t + 1]`` where
+    ``response[t]`` is true (token t + 1 belongs to the completion), 0 elsewhere. The last entry of ``cu_seqlens`` may
+    close a run of padding that belongs to no sequence (``sequence_index`` = -1).
+    """
+
+    tokens: TokenIds  # [T]
+    labels: TokenIds  # [T]
+    positions: TokenIds  # [T] index within its sequence
+    response: npt.NDArray[np.bool_]  # [T]
+    sequence_index: TokenIds  # [T] in 0..S-1, or -1
+    cu_seqlens: TokenIds  # [S + 1], or [S + 2] with padding
+    group_index: TokenIds  # [S] in 0..G-1
+    copies: Floats  # [S]
+    reward: Floats  # [S]
+    reference_logprob: npt.NDArray[np.float64]  # [S] nats, NaN where it is not known
+    behaviour_logprob: npt.NDArray[np.float64]  # [S] nats, NaN where it is not known
+    n_groups: int
+
+    @property
+    def n_sequences(self) -> int:
+        return len(self.group_index)
+
+
+class Action(StrEnum):
+    """What all ranks do next."""
+
+    TRAIN = "train"
+    WAIT = "wait"
+    SAVE = "save"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CohortPlan:
+    """The broadcast group of one publish: who sends, who receives, where they meet."""
+
+    epoch: int  # grows whenever the membership changes
+    host: str
+    port: int
+    searchers: tuple[str, ...]
+    receivers: int  # engine workers; world size of the group = senders + receivers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """Rank 0's decision for one iteration of the loop; every rank follows it and decides nothing itself."""
+
+    action: Action
+    step: int  # the optimizer step that a ``train`` action will complete
+    seed: int
+    save: bool = False  # save after this step
+    publish: CohortPlan | None = None  # publish the policy as it is after this step
+    exit_code: int = 0  # with ``stop``
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardReport:
+    """What a shard tells before a plan is made: counts only, never rollouts."""
+
+    n_prompts: int  # prompts with at least one rollout
+    n_recent: int  # of them, prompts whose newest rollouts count as recent
+    n_fresh: int  # of those, prompts whose recent rollouts were never trained on
+    n_rollouts: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What a step did; ``metrics`` are already reduced over all ranks."""
+
+    step: int
+    skipped: bool  # a non-finite gradient: nothing was applied
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerCounts:
+    """Where every rollout is. ``generated`` is counted by the searchers before they send.
+
+    generated = in_flight + held_untrained + trained + discarded + lost, always.
+    """
+
+    generated: int
+    in_flight: int
+    held_untrained: int
+    trained: int
+    duplicate: int
+    evicted_untrained: int
+    invalid: int
+    lost: int
+
+    @property
+    def discarded(self) -> int:
+        return self.duplicate + self.evicted_untrained + self.invalid
+
+    @property
+    def gap(self) -> int:
+        """0 when the ledger adds up."""
+        return self.generated - (
+            self.in_flight + self.held_untrained + self.trained + self.discarded + self.lost
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSettings:
+    """How a searcher samples one prompt."""
+
+    n: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    eos_ids: tuple[int, ...]
+    seed: int | None = None
+
+
+class Engine(Protocol):
+    """An inference engine: submit prompts, step, collect groups of completions.
+
+    ``step`` returns the prompts whose n completions have all finished, as (request id, completions in sample order).
+    """
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    @property
+    def n_unfinished(self) -> int:
+        """Prompts that were submitted and are neither returned nor aborted."""
+        ...
+
+    def submit(self, request_id: str, prompt_token_ids: TokenIds, sampling: SamplingSettings) -> None: ...
+
+    def step(self) -> Sequence[tuple[str, tuple[Completion, ...]]]: ...
+
+    def abort_all(self) -> None: ...
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back, without adding special tokens of its own."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str) -> TokenIds: ...
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """The text of ``token_ids`` without end-of-sequence and padding tokens."""
+        ...
