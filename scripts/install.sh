@@ -15,8 +15,7 @@ uv_version=0.13.9
 torch_index=https://download.pytorch.org/whl/cpu
 
 say() { printf 'install: %s\n' "$*" >&2; }
-# Package tools fail before they write, so after a failure (unlike after a kill) the venv can be kept.
-die() { rm -f "$busy"; say "$*"; exit 1; }
+die() { say "$*"; exit 1; }
 
 key() {
     { echo "$root $venv" && "$py" -V && cat "$lock" "$root/pyproject.toml" "$root/scripts/install.sh"; } | sha256sum
@@ -27,6 +26,7 @@ current && exit 0
 # Two installs into one place would break each other. (No lock where the file system has none.)
 exec 9<"$root" && flock 9 2>/dev/null || true
 current && exit 0
+[[ $(uname -sm) == "Linux x86_64" ]] || die "requirements/cpu.lock is for Linux on x86-64"
 
 find_python() {
     local candidate
@@ -106,19 +106,20 @@ compile=()
 say "installing $(grep -c '==' "$lock") packages"
 start=$SECONDS
 export UV_PYTHON_DOWNLOADS=never
-uv() {
+uv_install() {
     local status=0
     # best match over all indexes, as pip does: PyTorch's index has old copies of other packages
-    "$venv/bin/uv" --quiet pip "$1" --python "$py" --index-strategy unsafe-best-match "${@:2}" || status=$?
+    "$venv/bin/uv" --quiet pip install --python "$py" --index-strategy unsafe-best-match "$@" || status=$?
     ((status < 128)) || exit "$status" # killed: leave the mark
     return "$status"
 }
-if pip install --retries 1 "uv==$uv_version" && uv install --no-deps "${compile[@]}" "${sources[@]}" -r "$lock"; then
+if pip install --retries 1 "uv==$uv_version" && uv_install --no-deps "${compile[@]}" "${sources[@]}" -r "$lock"; then
     :
 else
     say "uv could not install the lock, trying pip"
     pip install --retries 1 --no-deps "${sources[@]}" -r "$lock" || {
         (($? < 128)) || exit 1
+        rm -f "$busy" # both tools fail before they write: unlike after a kill, the venv can be kept
         die "could not install requirements/cpu.lock (see above). It needs a package index$torch_note"
     }
 fi

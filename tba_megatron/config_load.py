@@ -1,12 +1,12 @@
 """From YAML and ``section.key=value`` overrides to a ``Config``: every problem at once, each with its place.
 
 A line of a ``ConfigError`` is ``FILE:LINE: section.key = value: what is wrong; what to do`` or
-``override 'section.key=value': ...``. Rules that span sections are checked once each value on its own is right.
+``override 'section.key=value': ...``. Rules that span sections are checked once every single value is right.
 
-Semantics: a later override wins over an earlier one and over the file. A section keeps its defaults for keys that are
-not written, ``kind`` included. Changing ``kind`` keeps the keys that were written for the former kind, and reports
-those that the new one lacks; a whole mapping replaces them: ``objective.loss={kind: tba_prime, beta: 0.1}``. Relative
-paths are relative to the current directory.
+Semantics: a later override wins over an earlier one and over the file. A section keeps its defaults for keys
+that are not written, ``kind`` included. Changing ``kind`` keeps the keys that were written for the former
+kind, and reports those that the new one lacks; a mapping replaces all of them, as in
+``objective.loss={kind: tba_prime, beta: 0.1}``. Relative paths are relative to the current directory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tba_megatron.errors import ConfigError, RunFolderError
 
 KeyPath = tuple[str, ...]
 
-# A key of the run folder's config.yaml may change between two attempts of one run where the learning problem stays the
-# same: how long, how often, how watched, where and on how many searchers. "x.*" stands for a whole section.
+# What may differ between two attempts of one run, because the learning problem stays the same: how long, how
+# often saved, how watched, where, and with how many searchers. "x.*" stands for a whole section.
 MAY_CHANGE = frozenset(
     {
         "run.folder",
@@ -52,8 +52,8 @@ MAY_CHANGE = frozenset(
 )
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """The tree of a YAML file with ``section.key=value`` overrides applied; ConfigError holds all problems."""
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The tree of a YAML file with ``section.key=value`` overrides; ConfigError holds all problems."""
     source = _Source(str(path))
     source.read()
     for override in overrides:
@@ -74,7 +74,7 @@ def dump_config(config: Config) -> str:
 
 
 def store_config(config: Config, folder: Path) -> None:
-    """Write ``config.yaml`` into a run folder, whole or not at all; the folder is made where it does not exist.
+    """Write ``config.yaml`` into a run folder, whole or not at all; the folder is made where there is none.
 
     RunFolderError when it holds another configuration: one that differs in a key outside ``MAY_CHANGE``.
     """
@@ -123,9 +123,6 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, objec
             yield f"{prefix}{key}", value
 
 
-# --- reading -----------------------------------------------------------------------------------------------------
-
-
 class _Source:
     """Plain values, and for each key where it was written."""
 
@@ -146,7 +143,9 @@ class _Source:
         except yaml.YAMLError as error:
             raise ConfigError([f"{self.file}{_yaml_problem(error)}"]) from None
         if node is None:
-            raise ConfigError([f"{self.file}: empty; a configuration has the sections {_listed(_keys(Config))}"])
+            raise ConfigError(
+                [f"{self.file}: empty; a configuration has the sections {_listed(_keys(Config))}"]
+            )
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError([f"{self.file}: not a mapping; a configuration is made of 'section:' blocks"])
         self.values = self._plain(node, (), lambda mark: f"{self.file}:{mark.line + 1}: ")
@@ -165,7 +164,10 @@ class _Source:
             return
         section = self.values
         for depth, key in enumerate(path[:-1], start=1):
-            section = section.setdefault(key, {})
+            if key not in section:
+                section[key] = {}
+                self.places[path[:depth]] = place
+            section = section[key]
             if not isinstance(section, dict):
                 self.problems.append(f"{place}{'.'.join(path[:depth])} is a value, not a section")
                 return
@@ -228,9 +230,6 @@ def _yaml_problem(error: yaml.YAMLError, *, line: bool = True) -> str:
     return f"{place}: {reason}"
 
 
-# --- the schema: which keys exist --------------------------------------------------------------------------------
-
-
 def _sections(annotation: object) -> tuple[type[Section], ...]:
     """The Section classes of a field's type: one, several for a tagged union, none for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -257,7 +256,7 @@ def _all_keys(section: type[Section] = Config, path: KeyPath = ()) -> Iterator[t
 
 
 def _with_defaults(section: type[Section], values: dict[str, Any]) -> dict[str, Any]:
-    """``values`` over the defaults of the sections that are written in part, so that no key of theirs is lost."""
+    """``values`` over the defaults of the sections that are written in part: no default is lost."""
     filled = dict(values)
     for key, field in section.model_fields.items():
         given = values.get(key)
@@ -281,9 +280,6 @@ def _merge(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return {**defaults, **given, **both}
 
 
-# --- problems in words -------------------------------------------------------------------------------------------
-
-
 def _explain(error: ValidationError, source: _Source) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
@@ -291,18 +287,16 @@ def _explain(error: ValidationError, source: _Source) -> list[str]:
             rules = str(problem.get("ctx", {}).get("error", problem["msg"]))
             lines += [source.place_of_rule(rule) + rule for rule in rules.splitlines()]
             continue
-        path, section = _resolve(problem["loc"])
+        path, sections = _resolve(problem["loc"])
         key, place = ".".join(path), source.place(path)
         given = f"{key} = {_show(problem['input'])}"
         match problem["type"]:
             case "missing":
-                needs = [part for inner in section for part in _required(inner)]
-                hint = f"; it needs {_listed(needs)}" if needs else ""
-                lines.append(f"{place}{key}: missing{hint}")
+                lines.append(f"{place}{key}: missing{_needs(sections)}")
             case "extra_forbidden":
-                lines.append(f"{place}{given}: unknown key; {_suggest(path, section)}")
+                lines.append(f"{place}{given}: unknown key; {_suggest(path, sections)}")
             case "union_tag_not_found" | "union_tag_invalid":
-                kinds = [kind for inner in section if (kind := _kind(inner))]
+                kinds = [kind for inner in sections if (kind := _kind(inner))]
                 written = problem.get("ctx", {}).get("tag")
                 place, name = source.place((*path, "kind")), f"{key}.kind"
                 what = f"{name}: missing" if written is None else f"{name} = {written}: unknown"
@@ -310,14 +304,17 @@ def _explain(error: ValidationError, source: _Source) -> list[str]:
                 hint = f"did you mean {near[0]}" if near else f"choose one of {_listed(kinds)}"
                 lines.append(f"{place}{what}; {hint}")
             case "model_type" | "model_attributes_type":
-                lines.append(f"{place}{given}: a section of its own, with the keys {_listed(_keys(section[0]))}")
+                lines.append(
+                    f"{place}{given}: should be a section with the keys {_listed(_keys(sections[0]))}"
+                )
             case _:
-                lines.append(f"{place}{given}: {problem['msg'].removeprefix('Input ')}")
+                words = problem["msg"].removeprefix("Input ").removesuffix(" for <class 'pathlib.Path'>")
+                lines.append(f"{place}{given}: {words}")
     return lines
 
 
 def _resolve(location: tuple[int | str, ...]) -> tuple[KeyPath, tuple[type[Section], ...]]:
-    """The key path of a pydantic location (which also names the tag of each union), and the sections it ends in.
+    """The key path of a pydantic location, which also names the tag of each union, and the sections there.
 
     For an unknown key the sections are those of the mapping around it.
     """
@@ -335,8 +332,12 @@ def _resolve(location: tuple[int | str, ...]) -> tuple[KeyPath, tuple[type[Secti
     return path, sections
 
 
-def _required(section: type[Section]) -> list[str]:
-    return [key for key, field in section.model_fields.items() if field.is_required()]
+def _needs(sections: tuple[type[Section], ...]) -> str:
+    """What a missing section has to hold."""
+    if len(sections) > 1:
+        return f"; it needs kind, one of {_listed([kind for s in sections if (kind := _kind(s))])}"
+    needed = [key for s in sections for key, field in s.model_fields.items() if field.is_required()]
+    return f"; it needs {_listed(needed)}" if needed else ""
 
 
 def _suggest(path: KeyPath, sections: tuple[type[Section], ...]) -> str:
@@ -350,11 +351,12 @@ def _suggest(path: KeyPath, sections: tuple[type[Section], ...]) -> str:
     here = [name for section in sections for name in _keys(section)]
     if near := difflib.get_close_matches(key, here, n=1):
         return f"did you mean {'.'.join((*path[:-1], near[0]))}"
-    if elsewhere := list(dict.fromkeys(".".join(known) for known, _ in everywhere if known[-1] == key)):
-        return f"it exists as {' and '.join(elsewhere)}"
-    if near := difflib.get_close_matches(key, {known[-1] for known, _ in everywhere}, n=1):
-        meant = dict.fromkeys(".".join(known) for known, _ in everywhere if known[-1] == near[0])
-        return f"did you mean {' or '.join(meant)}"
+    names = {known[-1] for known, _ in everywhere}
+    if near := [key] if key in names else difflib.get_close_matches(key, sorted(names), n=1):
+        meant = [known for known, _ in everywhere if known[-1] == near[0]]
+        inside = [known for known in meant if known[: len(path) - 1] == path[:-1]]
+        verb = "it exists as" if near == [key] else "did you mean"
+        return f"{verb} {' or '.join(dict.fromkeys('.'.join(known) for known in inside or meant))}"
     return f"the keys here are {_listed(here)}"
 
 

@@ -1,7 +1,7 @@
-"""Where numbers go: TensorBoard, ``metrics.jsonl`` and the console. Rank 0 feeds one ``MetricLog``; nobody else does.
+"""Where numbers go: TensorBoard, ``metrics.jsonl`` and the console, all behind one ``MetricLog`` on rank 0.
 
-A metric's name is ``section/name``. Steps never run backwards in any writer: an attempt says at its start which step
-is its first, and what an earlier attempt wrote from there on is removed.
+A metric's name is ``section/name``. Steps never run backwards in any writer: an attempt says at its start
+which step is its first, and what an earlier attempt wrote from there on is removed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Writer(Protocol):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def table(self, tag: str, step: int, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None: ...
+    def table(
+        self, tag: str, step: int, headers: Sequence[str], rows: Sequence[Sequence[object]]
+    ) -> None: ...
 
     def close(self) -> None: ...
 
@@ -86,9 +88,9 @@ class MetricLog:
 def open_metric_log(
     config: MetricsConfig, folder: Path, *, first_step: int, total_steps: int, stream: TextIO
 ) -> MetricLog:
-    """The writers of a run folder. ``first_step`` is the first step that this attempt will log (0 for a new run).
+    """The writers of a run folder. ``first_step`` is the first that this attempt will log: 0 for a new run.
 
-    Earlier steps are kept, later ones of an abandoned attempt are dropped.
+    Records of earlier steps are kept; later ones, of an abandoned attempt, are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     writers: list[Writer] = [JsonlWriter(folder / "metrics.jsonl", first_step)]
@@ -99,8 +101,10 @@ def open_metric_log(
 
 
 class JsonlWriter:
-    """One JSON object a line: ``{"kind": "scalars", "step", "time_s", <metric>: value}`` or a ``table`` record.
+    """One JSON object a line.
 
+    ``{"kind": "scalars", "step", "time_s", <metric>: value, ...}``, or for a table
+    ``{"kind": "table", "step", "time_s", "tag", "headers", "rows"}``.
     ``time_s`` is Unix time. A value that is not finite is written as null.
     """
 
@@ -172,11 +176,8 @@ class TensorBoardWriter:
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table in which every cell shows its text as it is; a line break shows as \\n."""
-    lines = [headers, ["---"] * len(headers)]
-    text = [
-        [_escape(str(cell)) if i != 1 else str(cell) for cell in row] for i, row in enumerate([*lines, *rows])
-    ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in text)
+    head, *body = [[_escape(str(cell)) for cell in row] for row in (headers, *rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
 
 
 def _escape(text: str) -> str:
@@ -209,7 +210,7 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """One line at the foot of a terminal, redrawn at every step; NO_COLOR and TERM=dumb are rich's to honour."""
+    """One line at the foot of a terminal, redrawn at every step; rich honours NO_COLOR and TERM=dumb."""
 
     def __init__(self, stream: TextIO, progress: Progress) -> None:
         from rich.console import Console

@@ -123,8 +123,7 @@ def _demonstration(i: int, token_ids: TokenIds) -> Rollout:
 
 
 def _assign(tokens: Sequence[int], n_parts: int) -> list[list[int]]:
-    """Longest processing time first: the next largest group goes to the lightest part. Indices ascend in a
-    part.
+    """Longest processing time first: the next largest group goes to the lightest part. Indices ascend.
 
     With one more part the lightest is never heavier at any moment, so what fits in n parts fits in n + 1.
     """

@@ -38,7 +38,7 @@ class SamplePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """What one shard gives to a step, and how many groups were drawn with replacement or have equal rewards."""
+    """What one shard gives to a step; how many groups were drawn with replacement, or have equal rewards."""
 
     groups: tuple[TrainGroup, ...]
     with_replacement: int
@@ -141,7 +141,7 @@ class RewardRecency:
     def _choose_recent(
         self, shard: ReplayShard, n_recent: int, rng: np.random.Generator, history: PolicyHistory, step: int
     ) -> list[PoolView]:
-        """Fresh pools, those first that will be too old first, so that none starves; then others at random."""
+        """Fresh pools, the soonest too old first, so that none starves; then others at random."""
         pools = list(shard.recent_pools(history, step, self._settings.recent_age_steps))
         if n_recent > len(pools):
             raise ValueError(f"{n_recent} recent prompts are planned but the shard has {len(pools)}")
@@ -212,9 +212,7 @@ def _split(available: Counts, n: int, rng: np.random.Generator) -> Counts:
 
 
 def _choose_replay(prompt_ids: list[str], taken: set[str], n: int, rng: np.random.Generator) -> list[str]:
-    """``n`` prompts without replacement, those not ``taken`` first; further rounds over all when they run
-    out.
-    """
+    """``n`` prompts without replacement, those not ``taken`` first; then further rounds over all."""
     left = [p for p in prompt_ids if p not in taken] if taken else prompt_ids
     chosen: list[str] = []
     while len(chosen) < n:
@@ -225,9 +223,7 @@ def _choose_replay(prompt_ids: list[str], taken: set[str], n: int, rng: np.rando
 
 
 def _draw_uniform(rollouts: tuple[HeldRollout, ...], k: int, rng: np.random.Generator) -> tuple[Counts, bool]:
-    """How often each rollout is drawn in ``k`` draws from the multiset given by ``copies``, and if with
-    replacement.
-    """
+    """How often each is drawn in ``k`` draws from the multiset of ``copies``, and if with replacement."""
     copies = np.array([h.copies for h in rollouts], np.int64)
     if copies.sum() < k:
         return rng.multinomial(k, copies / copies.sum()), True

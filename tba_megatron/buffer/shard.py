@@ -60,8 +60,7 @@ class HeldRollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolView:
-    """What a sampler sees of a prompt: some or all of its rollouts, in the order of their arrival in the
-    pool.
+    """What a sampler sees of a prompt: some or all of its rollouts, in the order of the pool.
 
     ``fresh``: the view has rollouts of a visit after which nothing of this prompt was trained on.
     """
@@ -83,8 +82,7 @@ class _Pool:
 
 
 class ReplayShard:
-    """Per-prompt pools with exact de-duplication, a cap per pool and one over the shard; the oldest leave
-    first.
+    """Pools with exact de-duplication, a cap for each and one over the shard; the oldest leave first.
 
     The capacity is this shard's share of ``buffer.capacity_rollouts``. ``drop_truncated`` makes completions
     without an end invalid (``objective.truncated: drop``).

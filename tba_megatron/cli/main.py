@@ -1,7 +1,8 @@
-"""The console script ``tba``: a command, a configuration file, overrides ``section.key=value``, and no other flags.
+"""The console script ``tba``: a command, a configuration file, overrides ``section.key=value``, and no other
+flags.
 
-Each command is a module beside this one with ``run(config, args) -> int``, imported only when it is asked for, so that
-``tba --help`` and ``tba config FILE`` answer without importing torch.
+Each command is a module beside this one with ``run(config, args) -> int``, imported only when it is asked
+for, so that ``tba --help`` and ``tba config FILE`` answer without importing torch.
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
-    """``loss`` is this microbatch's part of the step's loss. The statistics are detached 0-dim float64
-    tensors.
+    """``loss`` is this microbatch's part of the step's loss. Statistics are detached 0-dim float64 tensors.
 
     ``sums`` are added over microbatches and ranks, ``maxima`` maximised. A sum named ``unit/x`` is a part of
     the mean of x over ``units``, which is a sum of its own: ``rollout/kl`` and ``rollouts``.
@@ -72,8 +71,7 @@ def loss_inputs(
     normaliser: float,
     reference_logprob_S: Tensor | None = None,
 ) -> LossInputs:
-    """The inputs for ``microbatch``, on the device of ``logprob_T``: its log-probs where ``response`` is
-    true.
+    """The inputs for ``microbatch``, on the device of ``logprob_T``: its log-probs at ``response``.
 
     ``reference_logprob_S`` replaces the one in the microbatch, which is NaN where it was never computed.
     """
@@ -111,9 +109,7 @@ def segment_mean(values_S: Tensor, weights_S: Tensor, index_S: Tensor, n_segment
 
 
 def mean_statistics(sums: Mapping[str, float]) -> dict[str, float]:
-    """``x`` for each sum ``unit/x`` that was added up over all ranks: its mean over ``units``. Others stay
-    sums.
-    """
+    """For each globally added sum ``unit/x``: the mean ``x`` over ``units``. Others stay sums."""
     means: dict[str, float] = {}
     for name, value in sums.items():
         unit, slash, statistic = name.rpartition("/")

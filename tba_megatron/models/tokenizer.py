@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, read with the ``tokenizers`` library alone: no torch, no transformers."""
+"""The tokenizer of a Hugging Face folder, read with the ``tokenizers`` library: no torch, no transformers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tba_megatron.types import TokenIds
 class HfTokenizer:
     """Implements ``types.Tokenizer``: text to ids as it stands, ids to text without special tokens.
 
-    ``eos_ids`` are those of generation_config.json (of config.json where that names none), and then the ``eos_token``
-    of tokenizer_config.json: what Hugging Face's ``generate`` and vLLM stop at. The first one ends demonstrations.
-    ModelError when a file is missing or unreadable, when no EOS is named, or when one is outside the vocabulary.
+    ``eos_ids`` are those of generation_config.json (of config.json where that names none), and then the
+    ``eos_token`` of tokenizer_config.json: what Hugging Face's ``generate`` and vLLM stop at. The first one
+    ends demonstrations. ModelError when a file is missing or unreadable, when no EOS is named, or when one is
+    outside the vocabulary.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -70,12 +71,11 @@ class HfTokenizer:
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror or error}; model.path must be a Hugging Face folder") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: not a tokenizer: {error}") from None
+    if not path.exists():
+        raise ModelError(f"{path}: no such file; a model needs a Hugging Face folder with a tokenizer.json")
+    if not isinstance(_read_json(path).get("model"), dict):
+        raise ModelError(f"{path}: not a tokenizer, because it has no model")
+    return tokenizers.Tokenizer.from_file(str(path))
 
 
 def _read_json(path: Path) -> Mapping[str, object]:

@@ -1,4 +1,4 @@
-"""What a task is: a source of prompts and a judge of completions. It knows neither weights nor policy versions."""
+"""What a task is: a source of prompts and a judge of completions, ignorant of weights and versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Task(Protocol):
         ...
 
     def train_prompt(self, index: int) -> Prompt:
-        """Prompt ``index`` (0, 1, ...) of the endless training stream: a pure function of the seed and the index.
+        """Prompt ``index`` (0, 1, ...) of the endless training stream: a pure function of the seed and the
+        index.
 
         Each epoch of ``n_train`` indices holds every training prompt once.
         """
@@ -38,7 +39,7 @@ class Task(Protocol):
         ...
 
     def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """One score for each completion of a group, in order. A score that is not finite makes a rollout invalid."""
+        """A score for each completion of a group, in order; one that is not finite spoils its rollout."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Tasks made of a finite list of problems with one right answer each, in plain text.
 
-A problem is held out or trained on by a hash of its text alone, so that neither the seed nor the other problems can
-move it across, and nothing needs to be stored.
+A problem is held out or trained on by a hash of its text alone, so that neither the seed nor the other
+problems can move it across, and nothing needs to be stored.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ExactAnswerTask:
     """Reward 1 for a completion that is the answer and nothing else, and that ended with EOS; otherwise 0.
 
     Implements ``Task`` and ``Demonstrations``. ``wrong_answer`` spoils an answer; ``wrong_fraction`` of the
-    demonstrations go through it. TaskError when there are too many problems, none to train on, or when the tokenizer
-    cannot write them.
+    demonstrations go through it. TaskError when there are too many problems, none to train on, or when the
+    tokenizer cannot write them.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ExactAnswerTask:
     ) -> None:
         if problems.n > MAX_PROBLEMS:
             raise TaskError(
-                f"task {problems.name} would have {problems.n} problems, more than {MAX_PROBLEMS}; make it smaller"
+                f"task {problems.name} has {problems.n} problems, more than {MAX_PROBLEMS}; make it smaller"
             )
         self._problems = problems
         self._tokenizer = tokenizer
@@ -73,7 +73,7 @@ class ExactAnswerTask:
         self._check_tokenizer(characters)
         if not train:
             raise TaskError(
-                f"task {self.name} has no problem to train on: {problems.n} in all, {len(held_out)} held out, "
+                f"task {self.name} has nothing to train on: {problems.n} problems, {len(held_out)} held out, "
                 f"{self.dropped_prompts} too long for model.max_length ({max_length})"
             )
         self._train = np.array(train)
@@ -97,7 +97,7 @@ class ExactAnswerTask:
     def held_out_prompts(self, n: int) -> list[Prompt]:
         if n > len(self._held_out):
             raise TaskError(
-                f"task {self.name} has {len(self._held_out)} held-out problems, fewer than the {n} asked for; "
+                f"task {self.name} has {len(self._held_out)} held-out problems, not the {n} asked for; "
                 f"lower evaluation.problems to at most {len(self._held_out)} or enlarge the task"
             )
         return [self._prompt(index) for index in self._held_out[:n]]

@@ -12,7 +12,7 @@ from tba_megatron.types import Tokenizer
 
 
 def make_task(config: ArithmeticTask | CopyTask, tokenizer: Tokenizer, seed: int, max_length: int) -> Task:
-    """The task of a configuration. ``max_length`` is the model's, in tokens; TaskError when it cannot be made."""
+    """The task of a configuration, or TaskError. ``max_length`` is the model's, in tokens."""
     match config:
         case ArithmeticTask():
             return arithmetic(config, tokenizer, seed, max_length)

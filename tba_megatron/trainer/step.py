@@ -6,7 +6,8 @@ Both walk the same packed microbatches on all ranks of a replica. R response pos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from tba_megatron.dist import Groups
-from tba_megatron.loss.base import Loss, LossInputs, Statistics, segment_sum
+from tba_megatron.loss.base import Loss, LossOutput, loss_inputs, mean_statistics, segment_sum
 from tba_megatron.trainer.head import response_logprobs
 from tba_megatron.trainer.model import Batch, Policy, forward
 
@@ -36,7 +37,7 @@ class Update:
     skipped: bool
     grad_norm: float
     learning_rate: float
-    statistics: Statistics
+    statistics: Mapping[str, float]
 
 
 def _run_schedule(
@@ -120,9 +121,10 @@ def update(
     # Megatron averages over microbatches and over data-parallel ranks; ours is a sum with one global normaliser.
     scale = len(batches) * groups.dp_size
 
-    def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, Statistics]:
-        output = loss(_loss_inputs(logits, batch, normaliser, head, groups))
-        return output.loss * scale, output.statistics
+    def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, LossOutput]:
+        logprobs = _logprobs(logits, batch, head, groups)
+        output = loss(loss_inputs(batch.host, logprobs, normaliser=normaliser))
+        return (output.loss * scale).float(), output
 
     parts = _run_schedule(policy.ddp, batches, on_logits, forward_only=False)
     norm, skipped = _apply_gradient(policy)
@@ -131,24 +133,7 @@ def update(
         skipped=skipped,
         grad_norm=norm,
         learning_rate=policy.optimizer.param_groups[0]["lr"],
-        statistics=_gather_statistics(parts, groups),
-    )
-
-
-def _loss_inputs(
-    logits: Tensor, batch: Batch, normaliser: float, head: HeadSettings, groups: Groups
-) -> LossInputs:
-    host, device = batch.host, logits.device
-    return LossInputs(
-        logprobs=_logprobs(logits, batch, head, groups),
-        sequence_index=batch.sequence_index,
-        reference_logprob=torch.from_numpy(host.reference_logprob).to(device),
-        behaviour_logprob=torch.from_numpy(host.behaviour_logprob).to(device),
-        reward=torch.from_numpy(host.reward).to(device),
-        group_index=torch.from_numpy(host.group_index).long().to(device),
-        copies=torch.from_numpy(host.copies).to(device),
-        n_groups=host.n_groups,
-        normaliser=normaliser,
+        statistics=_reduce_statistics(parts, groups),
     )
 
 
@@ -168,12 +153,18 @@ def _apply_gradient(policy: Policy) -> tuple[float, bool]:
     return norm, False
 
 
-def _gather_statistics(parts: Sequence[Statistics], groups: Groups) -> Statistics:
-    mine = Statistics.merge(parts) if groups.is_leader else Statistics.empty()
-    if groups.info.world_size == 1:
-        return mine
-    everyone: list[Statistics] | None = (
-        [Statistics.empty()] * groups.info.world_size if groups.rank == 0 else None
-    )
-    dist.gather_object(mine, everyone, dst=0, group=groups.world)
-    return Statistics.merge(everyone) if everyone is not None else Statistics.empty()
+def _reduce_statistics(parts: Sequence[LossOutput], groups: Groups) -> dict[str, float]:
+    """Means and maxima over the global batch on rank 0; empty elsewhere."""
+    sums: Counter[str] = Counter()
+    maxima: dict[str, float] = {}
+    mine = [({k: float(v) for k, v in p.sums.items()}, {k: float(v) for k, v in p.maxima.items()}) for p in parts]
+    everyone: list[list] = [mine if groups.is_leader else []]
+    if groups.info.world_size > 1:
+        everyone = [[] for _ in range(groups.info.world_size)]
+        dist.gather_object(
+            mine if groups.is_leader else [], everyone if groups.rank == 0 else None, dst=0, group=groups.world
+        )
+    for part_sums, part_maxima in (part for parts in everyone for part in parts):
+        sums.update(part_sums)
+        maxima.update({k: max(v, maxima.get(k, v)) for k, v in part_maxima.items()})
+    return {**mean_statistics(sums), **maxima} if sums else {}

@@ -1,0 +1,380 @@
+"""Rank 0's head: what happens next, what is known about the run, and what is reported.
+
+``decide`` is the only place that chooses between train, wait, save and stop. Everything else here is bookkeeping:
+the ledger, waiting times, ages, evaluations, metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from tba_megatron.buffer.ledger import ShardCounts, combine
+from tba_megatron.buffer.sampler import Sampler
+from tba_megatron.config import Config
+from tba_megatron.metrics import MetricLog
+from tba_megatron.trainer.checkpoint import RunState
+from tba_megatron.trainer.notes import DrawFacts, Note
+from tba_megatron.trainer.publish import Publisher
+from tba_megatron.trainer.result import RunResult
+from tba_megatron.trainer.step import Update
+from tba_megatron.transport.control import ControlServer
+from tba_megatron.transport.messages import Evaluate
+from tba_megatron.types import (
+    Action,
+    CohortPlan,
+    LedgerCounts,
+    PolicyVersion,
+    ShardReport,
+    StepPlan,
+)
+
+_log = logging.getLogger(__name__)
+
+GOODBYE_S = 20.0  # how long searchers may take to leave
+QUIET_S = 30.0  # a warning after this long without anything to train on
+
+
+class Chief:
+    """Owned by rank 0's loop. ``state`` is the run as it was restored or begun."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        control: ControlServer,
+        publisher: Publisher,
+        sampler: Sampler,
+        log: MetricLog,
+        state: RunState,
+    ) -> None:
+        self._config, self._control, self._publisher = config, control, publisher
+        self._sampler, self._log, self._restored = sampler, log, state
+        self._history = state.history
+        self._started_s = time.monotonic()
+        self._first_train_s: float | None = None
+        self._waiting_since_s: float | None = None
+        self._warned_s = time.monotonic()
+        self._train_s, self._wait_s = state.train_s, state.wait_s
+        self._wait_before_step_s = 0.0
+        self._ages: Counter[int] = Counter(state.ages)
+        self._skipped = state.skipped_steps
+        self._versions_before = state.versions
+        self._accuracy_before = state.accuracy_before
+        self._accuracy_after: float | None = None
+        self._asked: set[str] = set()  # versions whose evaluation was asked for
+        self._saved_step = state.step if state.step else -1
+        self._counts: list[ShardCounts] = []
+        self._refused = 0
+        self._fresh_groups = 0
+        self._stopped_by: int = 0
+        self._goodbye_until_s = 0.0
+
+    # ---- deciding
+
+    def decide(self, notes: Sequence[Note], step: int) -> StepPlan:
+        """The plan of one iteration, from every rank's note."""
+        reports = self._absorb(notes, step)
+        self._stopped_by = next((note.signal for note in notes if note.signal), 0)
+        if self._stopped_by:
+            return self._plan(Action.STOP, step, save=self._saved_step != step)
+        if step >= self._config.trainer.steps:
+            return self._finishing(step)
+        self._ask_for_first_evaluation(step)
+        if not self._enough(reports, step):
+            return self._wait(step)
+        self._stop_waiting()
+        publishes = (step + 1) % self._config.weights.publish_every_steps == 0
+        return self._plan(
+            Action.TRAIN,
+            step + 1,
+            save=self._saves(step + 1),
+            publish=self._publish_plan(step + 1) if publishes or self._somebody_behind(step) else None,
+        )
+
+    def _plan(
+        self, action: Action, step: int, *, save: bool = False, publish: CohortPlan | None = None
+    ) -> StepPlan:
+        if save:
+            self._saved_step = step
+        seed = self._config.run.seed * 1_000_003 + step
+        return StepPlan(action=action, step=step, seed=seed, save=save, publish=publish)
+
+    def _saves(self, step: int) -> bool:
+        every = self._config.trainer.save_every_steps
+        return bool(every) and step % every == 0
+
+    def _enough(self, reports: Sequence[ShardReport], step: int) -> bool:
+        """Whether the shards hold what a step needs."""
+        buffer, first = self._config.buffer, step == self._restored.step
+        prompts = self._config.trainer.prompts_per_step
+        needed = max(prompts, buffer.initial_groups if first else 0)
+        fresh = sum(report.n_fresh for report in reports)
+        return self._sampler.available(reports) >= needed and fresh >= buffer.fresh_prompts_per_step
+
+    def _wait(self, step: int) -> StepPlan:
+        now_s = time.monotonic()
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        if now_s - max(self._waiting_since_s, self._warned_s) > QUIET_S:
+            self._warned_s = now_s
+            living = self._control.members()
+            _log.warning(
+                "nothing to train on for %.0f s: %d searchers alive, %d fresh groups held, %d prompts leased",
+                now_s - self._waiting_since_s,
+                len(living),
+                self._fresh_groups,
+                self._control.outstanding_prompts(),
+            )
+        return self._plan(
+            Action.WAIT, step, publish=self._publish_plan(step) if self._somebody_behind(step) else None
+        )
+
+    def _stop_waiting(self) -> None:
+        now_s = time.monotonic()
+        self._wait_before_step_s = 0.0
+        if self._waiting_since_s is not None and self._first_train_s is not None:
+            self._wait_before_step_s = now_s - self._waiting_since_s
+            self._wait_s += self._wait_before_step_s
+        self._waiting_since_s = None
+        if self._first_train_s is None:
+            self._first_train_s = now_s
+
+    def _somebody_behind(self, step: int) -> bool:
+        """A searcher that runs other weights than the newest published ones, or is in no group yet."""
+        return any(
+            m.version != self._control.newest() or m.version != self._version(step) for m in self._control.members()
+        )
+
+    def _publish_plan(self, step: int) -> CohortPlan | None:
+        """None while the last version is still on its way: the next one will be newer."""
+        members = [m for m in self._control.members() if not m.evaluating]
+        return self._publisher.plan(members, self._version(step))
+
+    def _version(self, step: int) -> PolicyVersion:
+        return PolicyVersion(self._history.attempt, step)
+
+    # ---- evaluation and the end
+
+    def _ask_for_first_evaluation(self, step: int) -> None:
+        if self._accuracy_before is None and step == 0 and self._config.evaluation.problems:
+            self._ask_for_evaluation(self._version(0))
+
+    def _ask_for_evaluation(self, version: PolicyVersion) -> None:
+        """Once for each version, of the first searcher that runs it."""
+        if str(version) in self._asked:
+            return
+        for member in self._control.members():
+            if member.version == version and not member.evaluating:
+                self._asked.add(str(version))
+                self._control.send(member.searcher, Evaluate(version=str(version)))
+                return
+
+    def _finishing(self, step: int) -> StepPlan:
+        """All steps are made: let one searcher measure the final policy, then stop."""
+        self._stop_waiting()
+        self._control.stop_granting()
+        final, members = self._version(step), self._control.members()
+        save = self._saved_step != step
+        measured = self._accuracy_after is not None or not self._config.evaluation.problems
+        if measured or not members or (not self._history_moved(step) and not save and step == 0):
+            return self._plan(Action.STOP, step, save=save)
+        self._ask_for_evaluation(final)
+        behind = any(member.version != final for member in members)
+        return self._plan(Action.WAIT, step, publish=self._publish_plan(step) if behind else None)
+
+    def _history_moved(self, step: int) -> bool:
+        return step > self._restored.step
+
+    def dismiss_searchers(self) -> None:
+        """Say stop to all; they finish the sample they score, say how many they generated, and leave."""
+        self._goodbye_until_s = time.monotonic() + GOODBYE_S
+        self._control.stop_searchers("the trainer stops")
+
+    def books_closed(self, notes: Sequence[Note]) -> bool:
+        """True when every searcher is gone and everything sent has arrived, or time is up."""
+        self._absorb(notes, self._saved_step)
+        if time.monotonic() > self._goodbye_until_s:
+            _log.warning("searchers did not leave in %g s; what they hold counts as in flight", GOODBYE_S)
+            return True
+        ledger = self.ledger()
+        return not self._control.members() and ledger.in_flight == 0 and self._nothing_lost_yet(ledger)
+
+    def _nothing_lost_yet(self, ledger: LedgerCounts) -> bool:
+        # A searcher that said goodbye has handed everything to the network; it may take a moment to arrive.
+        return ledger.lost == 0 or time.monotonic() > self._goodbye_until_s - GOODBYE_S + 2.0
+
+    # ---- bookkeeping
+
+    def _absorb(self, notes: Sequence[Note], step: int) -> list[ShardReport]:
+        reports = [note.report for note in notes if note.report is not None]
+        self._counts = [note.counts for note in notes if note.counts is not None]
+        self._refused = sum(note.refused for note in notes)
+        self._fresh_groups = sum(report.n_fresh for report in reports)
+        arrived = Counter()
+        for note in notes:
+            arrived.update(note.arrived)
+        self._control.note(arrived=dict(arrived), fresh_groups=self._fresh_groups)
+        for evaluated in self._control.take_evaluations():
+            if evaluated.version == str(PolicyVersion(0, 0)):
+                self._accuracy_before = evaluated.accuracy
+            else:
+                self._accuracy_after = evaluated.accuracy
+            self._log.log(max(step, 0), {"eval/accuracy": evaluated.accuracy, "eval/problems": evaluated.problems})
+        return reports
+
+    def note_drawn(self, prompts: int) -> None:
+        """A step has taken its prompts: searchers may go on while it trains."""
+        self._fresh_groups = max(0, self._fresh_groups - prompts)
+        self._control.note(arrived={}, fresh_groups=self._fresh_groups)
+
+    def ledger(self) -> LedgerCounts:
+        generated, gone = self._control.generated()
+        return combine(
+            {**self._restored.generated, **generated}, set(self._restored.generated) | gone, self._counts
+        )
+
+    def run_state(self, step: int) -> RunState:
+        """What a checkpoint of ``step`` keeps."""
+        position, unfinished = self._control.unfinished_prompts()
+        busy_s, idle_s = self._control.times()
+        generated, _ = self._control.generated()
+        return RunState(
+            step=step,
+            base_steps=self._history.base_steps,
+            data_parallel=self._config.trainer.data_parallel,
+            next_position=position,
+            unfinished_prompts=unfinished,
+            generated={**self._restored.generated, **generated},
+            skipped_steps=self._skipped,
+            accuracy_before=self._accuracy_before,
+            busy_s=self._restored.busy_s + busy_s,
+            idle_s=self._restored.idle_s + idle_s,
+            train_s=self._train_s,
+            wait_s=self._wait_s,
+            versions=self._versions_before + self._publisher.published,
+            ages=dict(self._ages),
+        )
+
+    def report(self, step: int, done: Update, drawn: Sequence[DrawFacts], seconds: float) -> None:
+        """Metrics of one step."""
+        self._train_s += seconds
+        self._skipped += done.skipped
+        ages: Counter[int] = Counter()
+        for facts in drawn:
+            ages.update(facts.ages)
+        self._ages.update(ages)
+        statistics = done.statistics
+        joined, lost = self._control.totals()
+        copies = max(1, ages.total() + sum(f.off_branch for f in drawn))
+        busy_s, idle_s = self._control.times()
+        metrics: dict[str, float] = {
+            "reward/train_mean": statistics["reward"],
+            "optim/loss": statistics["loss"],
+            "optim/grad_norm": done.grad_norm,
+            "optim/lr": done.learning_rate,
+            "optim/skipped_total": self._skipped,
+            "policy/kl_ref": statistics["kl"],
+            "policy/log_z": statistics["log_z"],
+            "policy/residual_square": statistics["residual_square"],
+            "policy/abs_advantage": statistics["abs_advantage"],
+            "reward/equal_groups_frac": statistics["equal_rewards"],
+            "rollout/len_mean": statistics["completion_tokens"],
+            "rollout/len_max": statistics["max_completion_tokens"],
+            "rollout/truncated_frac": sum(f.truncated for f in drawn) / copies,
+            "rollout/empty_frac": sum(f.empty for f in drawn) / copies,
+            "buffer/with_replacement_groups": sum(f.with_replacement for f in drawn),
+            "buffer/fresh_groups": self._fresh_groups,
+            "buffer/refused_total": self._refused,
+            "age/off_branch_frac": sum(f.off_branch for f in drawn) / copies,
+            "throughput/train_tok_s": sum(f.tokens for f in drawn) / seconds,
+            "time/step_s": seconds,
+            "time/wait_rollout_s": self._wait_before_step_s,
+            "time/weight_sync_s": self._publisher.last_sync_s,
+            "time/weight_snapshot_s": self._publisher.last_snapshot_s,
+            "weights/published_total": self._publisher.published,
+            "weights/failed_total": self._publisher.failed,
+            "fleet/searchers_live": len(self._control.members()),
+            "fleet/joined_total": joined,
+            "fleet/lost_total": lost,
+            "fleet/idle_frac": idle_s / (busy_s + idle_s) if busy_s + idle_s else 0.0,
+            **_age_metrics(ages),
+            **_ledger_metrics(self.ledger()),
+        }
+        metrics["buffer/size"] = metrics["ledger/held_untrained"] + metrics["ledger/trained"]
+        self._log.log(step, metrics)
+        every = self._config.metrics.sample_rollouts_every_steps
+        if every and step % every == 0:
+            self._log_samples(step)
+
+    def _log_samples(self, step: int) -> None:
+        samples = self._control.take_samples()[-self._config.metrics.sample_rollouts :]
+        rows = [(s.prompt, s.completion, s.reward, s.version) for s in samples]
+        if rows:
+            self._log.table("rollouts/sample", step, ("prompt", "completion", "reward", "version"), rows)
+
+    def result(self, step: int) -> RunResult:
+        """The run in numbers, for ``result.json`` and the summary."""
+        ledger = self.ledger()
+        busy_s, idle_s = self._control.times()
+        busy_s, idle_s = busy_s + self._restored.busy_s, idle_s + self._restored.idle_s
+        loop_s = self._train_s + self._wait_s
+        first = self._first_train_s
+        return RunResult(
+            complete=step >= self._config.trainer.steps,
+            stopped_by_signal=self._stopped_by,
+            attempt=self._history.attempt,
+            steps=step,
+            skipped_steps=self._skipped,
+            accuracy_before=self._accuracy_before,
+            accuracy_after=self._accuracy_after,
+            weight_versions=self._versions_before + self._publisher.published,
+            weight_transfers_failed=self._publisher.failed,
+            trainer_wait_fraction=self._wait_s / loop_s if loop_s else 0.0,
+            searcher_idle_fraction=idle_s / (busy_s + idle_s) if busy_s + idle_s else 0.0,
+            age_steps_p50=quantile(self._ages, 0.5),
+            age_steps_max=max(self._ages, default=0),
+            startup_s=(first if first is not None else time.monotonic()) - self._started_s,
+            rollouts_generated=ledger.generated,
+            rollouts_in_flight=ledger.in_flight,
+            rollouts_held_untrained=ledger.held_untrained,
+            rollouts_trained=ledger.trained,
+            rollouts_discarded=ledger.discarded,
+            rollouts_discarded_duplicate=ledger.duplicate,
+            rollouts_discarded_evicted_untrained=ledger.evicted_untrained,
+            rollouts_discarded_invalid=ledger.invalid,
+            rollouts_lost=ledger.lost,
+        )
+
+
+def quantile(counts: Mapping[int, int], q: float) -> int:
+    """The smallest value at or below which a share ``q`` of the counted items lies; 0 for none."""
+    total, seen = sum(counts.values()), 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= q * total:
+            return value
+    return 0
+
+
+def _age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
+    return {
+        "age/p50": quantile(ages, 0.5),
+        "age/p95": quantile(ages, 0.95),
+        "age/max": max(ages, default=0),
+    }
+
+
+def _ledger_metrics(ledger: LedgerCounts) -> dict[str, float]:
+    return {
+        "ledger/generated": ledger.generated,
+        "ledger/in_flight": ledger.in_flight,
+        "ledger/held_untrained": ledger.held_untrained,
+        "ledger/trained": ledger.trained,
+        "ledger/duplicate": ledger.duplicate,
+        "ledger/evicted_untrained": ledger.evicted_untrained,
+        "ledger/invalid": ledger.invalid,
+        "ledger/lost": ledger.lost,
+    }

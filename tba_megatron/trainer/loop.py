@@ -1,0 +1,182 @@
+"""The trainer's loop: receive, add, decide, sample, pack, step, publish. Rank 0 decides, every rank follows."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import Counter
+
+from tba_megatron.buffer.sampler import Draw, Sampler, shard_rng
+from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.config import Config
+from tba_megatron.dist import Groups
+from tba_megatron.loss.base import Loss
+from tba_megatron.packing import Pack, pack
+from tba_megatron.trainer import checkpoint
+from tba_megatron.trainer.chief import Chief
+from tba_megatron.trainer.exchange import (
+    exchange_groups,
+    from_rank_0,
+    gather_on_all,
+    return_to_owners,
+    share_packs,
+)
+from tba_megatron.trainer.notes import DrawFacts, Note, draw_facts
+from tba_megatron.trainer.model import Policy, to_device
+from tba_megatron.trainer.publish import Publisher
+from tba_megatron.trainer.reference import Reference
+from tba_megatron.trainer.step import HeadSettings, update
+from tba_megatron.transport.rollouts import RolloutReceiver
+from tba_megatron.types import (
+    Action,
+    PolicyHistory,
+    PolicyVersion,
+    StepPlan,
+)
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 0.01  # how often an idle rank looks for work
+
+
+class TrainLoop:
+    """One rank's loop. ``chief`` is rank 0's, ``shard`` and ``receiver`` are a DP leader's; None elsewhere."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        groups: Groups,
+        policy: Policy,
+        reference: Reference,
+        loss: Loss,
+        head: HeadSettings,
+        sampler: Sampler,
+        shard: ReplayShard | None,
+        receiver: RolloutReceiver | None,
+        publisher: Publisher,
+        chief: Chief | None,
+        history: PolicyHistory,
+        step: int,
+    ) -> None:
+        self._config, self._groups, self._policy, self._reference = config, groups, policy, reference
+        self._loss, self._head, self._sampler = loss, head, sampler
+        self._shard, self._receiver, self._publisher, self._chief = shard, receiver, publisher, chief
+        self._history = history
+        self._step = step
+        self._signal = 0
+        self._folder = config.run.folder / "checkpoints"
+
+    def run(self) -> int:
+        """Loop until rank 0 says stop; the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+        while True:
+            notes = gather_on_all(self._receive(), self._groups)
+            plan = from_rank_0(self._chief.decide(notes, self._step) if self._chief else None, self._groups)
+            if plan.action is Action.TRAIN:
+                self._train(plan, notes)
+            if plan.action is Action.SAVE or plan.save:
+                self._save()
+            if plan.publish is not None:
+                self._publisher.publish(self._policy, self.version, plan.publish)
+            if plan.action is Action.STOP:
+                self._finish()
+                return plan.exit_code
+            if plan.action is Action.WAIT:
+                time.sleep(POLL_S)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self._history.attempt, self._step)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signal = number
+
+    def _receive(self) -> Note:
+        """Move what has arrived into the shard."""
+        if self._shard is None or self._receiver is None:
+            return Note(signal=self._signal)
+        arrived: Counter[int] = Counter()
+        for group in self._receiver.drain():
+            self._shard.add(group)
+            arrived[group.lease] += 1
+        return Note(
+            signal=self._signal,
+            report=self._sampler.report(self._shard, self._history, self._step),
+            counts=self._shard.counts(),
+            arrived=dict(arrived),
+            refused=self._receiver.refused,
+        )
+
+    def _train(self, plan: StepPlan, notes: list[Note]) -> None:
+        started = time.monotonic()
+        packs, drawn = self._sample(plan, notes)
+        if self._loss.needs_reference:
+            packs, computed = self._reference.fill(packs)
+            if self._shard is not None:
+                self._shard.set_reference(return_to_owners(computed, self._groups))
+        batches = [to_device(p.microbatch, self._groups.device) for p in packs]
+        trainer = self._config.trainer
+        normaliser = float(trainer.prompts_per_step * trainer.rollouts_per_prompt)
+        done = update(self._policy, batches, self._loss, normaliser, self._head, self._groups)
+        self._step = plan.step
+        everyone = gather_on_all(drawn, self._groups)
+        if self._chief is not None:
+            facts = [d for d in everyone if d is not None]
+            self._chief.report(self._step, done, facts, time.monotonic() - started)
+
+    def _sample(self, plan: StepPlan, notes: list[Note]) -> tuple[list[Pack], DrawFacts | None]:
+        """This replica's microbatches: drawn by the global plan, moved to the replicas that train them, packed."""
+        trainer = self._config.trainer
+        packs, facts = None, None
+        if self._shard is not None:
+            draw = self._draw(self._shard, plan, notes)
+            mine = exchange_groups(draw.groups, self._groups)
+            multiple_of = self._groups.tp_size if trainer.sequence_parallel else 1
+            packs = pack(mine, trainer.microbatch_tokens, multiple_of, reference_version=self._reference.version)
+            facts = draw_facts(draw, self._history, self._step, sum(len(p.microbatch.tokens) for p in packs))
+        if self._chief is not None:
+            self._chief.note_drawn(trainer.prompts_per_step)
+        return share_packs(packs, self._groups), facts
+
+    def _draw(self, shard: ReplayShard, plan: StepPlan, notes: list[Note]) -> Draw:
+        reports = [notes[rank].report for rank in self._groups.leader_ranks]
+        trainer, me = self._config.trainer, self._groups.dp_rank
+        counts = self._sampler.plan([r for r in reports if r is not None], trainer.prompts_per_step, plan.seed)
+        draw = self._sampler.draw(
+            shard,
+            counts.n_recent[me],
+            counts.n_replay[me],
+            trainer.rollouts_per_prompt,
+            shard_rng(plan.seed, me),
+            self._history,
+            self._step,
+        )
+        shard.mark_trained(r.rollout_id for group in draw.groups for r in group.rollouts)
+        return draw
+
+    def _save(self) -> None:
+        state = from_rank_0(self._chief.run_state(self._step) if self._chief else None, self._groups)
+        path = checkpoint.save(
+            self._folder,
+            self._policy,
+            self._shard,
+            state,
+            self._groups,
+            keep=self._config.trainer.keep_checkpoints,
+        )
+        if self._groups.rank == 0:
+            _log.info("saved %s", path)
+
+    def _finish(self) -> None:
+        """Let searchers go, take in what they still sent, and close the books."""
+        if self._chief is not None:
+            self._chief.dismiss_searchers()
+        while True:
+            notes = gather_on_all(self._receive(), self._groups)
+            if from_rank_0(self._chief.books_closed(notes) if self._chief else None, self._groups):
+                return
+            time.sleep(POLL_S)
+

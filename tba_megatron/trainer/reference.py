@@ -1,0 +1,62 @@
+"""The frozen reference: a second set of weights through the same packed path, asked once for each rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tba_megatron.config import TrainerConfig
+from tba_megatron.dist import Groups
+from tba_megatron.models.architecture import Architecture, ModelShape
+from tba_megatron.packing import Pack, unpack_sums
+from tba_megatron.trainer.model import build_gpt, to_device
+from tba_megatron.trainer.step import HeadSettings, sequence_logprobs
+from tba_megatron.trainer.weights_io import load_hf
+from tba_megatron.types import RolloutId
+
+
+class Reference:
+    """``version`` names its weights: log-probs that were stored under another version are not used."""
+
+    version = 0
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        shape: ModelShape,
+        trainer: TrainerConfig,
+        folder: Path,
+        head: HeadSettings,
+        groups: Groups,
+    ) -> None:
+        self._gpt = build_gpt(shape, trainer, groups)
+        load_hf(self._gpt, architecture, shape, folder, groups)
+        self._gpt.requires_grad_(False)
+        self._gpt.eval()
+        self._head = head
+        self._groups = groups
+
+    def fill(self, packs: Sequence[Pack]) -> tuple[list[Pack], dict[RolloutId, tuple[float, int]]]:
+        """``packs`` with every reference log-prob known, and (log-prob, version) of those computed now.
+
+        A collective over the replica: all its ranks hold the same packs. On other stages than the last the packs come
+        back as they were, since nothing there reads them.
+        """
+        missing = [i for i, pack in enumerate(packs) if np.isnan(pack.microbatch.reference_logprob).any()]
+        if not missing:
+            return list(packs), {}
+        batches = [to_device(packs[i].microbatch, self._groups.device) for i in missing]
+        sums = sequence_logprobs(self._gpt, batches, self._head, self._groups)
+        filled, computed = list(packs), {}
+        for i, sums_S in zip(missing, sums, strict=False):  # no sums on other stages
+            pack, values_S = packs[i], sums_S.cpu().numpy()
+            unknown = np.isnan(pack.microbatch.reference_logprob)
+            known_S = np.where(unknown, values_S, pack.microbatch.reference_logprob)
+            filled[i] = replace(pack, microbatch=replace(pack.microbatch, reference_logprob=known_S))
+            by_id = unpack_sums(pack, values_S)
+            new = (rollout_id for rollout_id, is_new in zip(pack.rollout_ids, unknown, strict=True) if is_new)
+            computed.update({rollout_id: (by_id[rollout_id], self.version) for rollout_id in new})
+        return filled, computed

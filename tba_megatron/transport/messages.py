@@ -1,0 +1,148 @@
+"""What searchers and the trainer say to each other: one frozen struct a message, msgspec on the wire, no pickle.
+
+Versions travel as text (``PolicyVersion.parse``). The trainer answers every ``Heartbeat`` with a ``Beat``, so both
+sides notice silence.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+# ---- searcher to trainer
+
+
+class Hello(_Message):
+    """First word of a searcher. ``searcher`` is its incarnation: new for each start of the process."""
+
+    token: str
+    searcher: str
+    host: str
+    workers: int  # engine workers that join a broadcast group
+    version: str  # the weights it starts from
+
+
+class Heartbeat(_Message):
+    """Sent every ``transport.heartbeat_s`` and whenever prompts are wanted."""
+
+    generated: int  # rollouts finished and scored so far, counted before they are sent
+    busy_s: float
+    idle_s: float
+    version: str
+    wanted_prompts: int
+
+
+class Posted(_Message):
+    """All workers of the searcher are in the group and wait for the first bucket."""
+
+    version: str
+
+
+class Applied(_Message):
+    """The engine now generates with ``version``. ``pause_s``: how long generation stood still for it."""
+
+    version: str
+    pause_s: float
+
+
+class ReceiveFailed(_Message):
+    version: str
+    reason: str
+
+
+class Evaluated(_Message):
+    version: str
+    accuracy: float
+    problems: int
+    seconds: float
+
+
+class SampleRollout(_Message):
+    """A rollout as text, for the table in TensorBoard."""
+
+    prompt: str
+    completion: str
+    reward: float
+    version: str
+
+
+class Goodbye(_Message):
+    generated: int
+    busy_s: float
+    idle_s: float
+
+
+FromSearcher = Hello | Heartbeat | Posted | Applied | ReceiveFailed | Evaluated | SampleRollout | Goodbye
+
+
+# ---- trainer to searcher
+
+
+class Welcome(_Message):
+    """``shards[i]`` is the address of the shard that owns the prompts whose hash is i modulo their number."""
+
+    shards: tuple[str, ...]
+
+
+class Refused(_Message):
+    reason: str
+
+
+class Beat(_Message):
+    pass
+
+
+class Lease(_Message):
+    """Visit the prompts at positions ``start`` to ``start + count`` of the task's endless stream."""
+
+    lease: int
+    start: int
+    count: int
+
+
+class Offer(_Message):
+    """A version is ready: join the group (when the epoch is new), post, and receive the manifest's buckets."""
+
+    version: str
+    manifest: bytes
+    epoch: int
+    host: str
+    port: int
+    rank: int  # of this searcher's first worker in the group
+    world_size: int
+    backend: str
+
+
+class Evaluate(_Message):
+    """Drop what is in the engine and evaluate once the engine runs ``version``; no leases until then."""
+
+    version: str
+
+
+class Stop(_Message):
+    reason: str
+
+
+ToSearcher = Welcome | Refused | Beat | Lease | Offer | Evaluate | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_from_searcher = msgspec.msgpack.Decoder(FromSearcher)
+_to_searcher = msgspec.msgpack.Decoder(ToSearcher)
+
+
+def encode(message: FromSearcher | ToSearcher) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_from_searcher(data: bytes) -> FromSearcher:
+    """msgspec.DecodeError for anything that is not one of the messages."""
+    return _from_searcher.decode(data)
+
+
+def decode_to_searcher(data: bytes) -> ToSearcher:
+    """msgspec.DecodeError for anything that is not one of the messages."""
+    return _to_searcher.decode(data)

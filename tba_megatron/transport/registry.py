@@ -1,0 +1,148 @@
+"""Who searches, with which weights, on which prompts: pure state, without sockets or clocks.
+
+``Registry`` is what the control server knows; every method that depends on time takes ``now_s``. ``PromptLeases``
+hands out positions of the task's endless prompt stream and takes back what a lost searcher had.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from tba_megatron.types import PolicyVersion
+
+
+class State(StrEnum):
+    JOINING = "joining"  # said hello, in no broadcast group yet
+    CURRENT = "current"  # runs the newest published version
+    BEHIND = "behind"  # in the group, with older weights
+    LEFT = "left"  # said goodbye
+    LOST = "lost"  # silent for longer than its lease, or gone without a goodbye
+
+
+GONE = frozenset({State.LEFT, State.LOST})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One searcher incarnation."""
+
+    searcher: str
+    host: str
+    workers: int
+    version: PolicyVersion
+    joined_s: float
+    heard_s: float
+    epoch: int = -1  # of the broadcast group it is in
+    posted: PolicyVersion | None = None
+    failure: str | None = None  # why its last receive failed
+    generated: int = 0
+    busy_s: float = 0.0
+    idle_s: float = 0.0
+    wanted_prompts: int = 0
+    evaluating: bool = False
+    gone: State | None = None
+
+    def state(self, newest: PolicyVersion) -> State:
+        if self.gone is not None:
+            return self.gone
+        if self.epoch < 0:
+            return State.JOINING
+        return State.CURRENT if self.version == newest else State.BEHIND
+
+
+class PromptLeases:
+    """Positions 0, 1, 2, ... of the prompt stream, leased in batches; returned ones go out again first.
+
+    Every position is visited at least once: a position is done when its group arrived, and comes back when its
+    searcher is lost. ``next_position`` and the returned ones are all there is to save.
+    """
+
+    def __init__(self, next_position: int = 0, returned: list[tuple[int, int]] | None = None) -> None:
+        self.next_position = next_position
+        self._returned: deque[tuple[int, int]] = deque(returned or [])
+        self._leases: dict[int, tuple[str, int, int, int]] = {}  # lease -> searcher, start, count, arrived
+        self._last_lease = -1
+
+    @property
+    def outstanding(self) -> int:
+        """Prompts that are leased and whose groups have not arrived."""
+        return sum(count - arrived for _, _, count, arrived in self._leases.values())
+
+    def grant(self, searcher: str, count: int) -> tuple[int, int, int]:
+        """(lease, start, count) of at most ``count`` >= 1 prompts."""
+        if self._returned:
+            start, available = self._returned.popleft()
+            if available > count:
+                self._returned.appendleft((start + count, available - count))
+            count = min(count, available)
+        else:
+            start = self.next_position
+            self.next_position += count
+        self._last_lease += 1
+        self._leases[self._last_lease] = (searcher, start, count, 0)
+        return self._last_lease, start, count
+
+    def arrived(self, lease: int, groups: int) -> None:
+        """``groups`` of the lease's prompts have reached a shard. A lease that was taken back is ignored."""
+        if lease not in self._leases:
+            return
+        searcher, start, count, before = self._leases[lease]
+        if before + groups >= count:
+            del self._leases[lease]
+        else:
+            self._leases[lease] = (searcher, start, count, before + groups)
+
+    def take_back(self, searcher: str) -> int:
+        """Return everything that ``searcher`` still had; how many prompts that is.
+
+        Which prompts of a lease have arrived is not known, so a partly done lease is visited again as a whole.
+        """
+        leases = [lease for lease, (owner, *_) in self._leases.items() if owner == searcher]
+        prompts = 0
+        for lease in leases:
+            _, start, count, _ = self._leases.pop(lease)
+            self._returned.append((start, count))
+            prompts += count
+        return prompts
+
+    def unfinished(self) -> list[tuple[int, int]]:
+        """(start, count) of all that a checkpoint has to hand out again: returned and outstanding ones."""
+        return sorted([*self._returned, *((start, count) for _, start, count, _ in self._leases.values())])
+
+
+@dataclass
+class Registry:
+    """All members by incarnation. Only the control server's thread changes it, under its lock."""
+
+    newest: PolicyVersion
+    members: dict[str, Member] = field(default_factory=dict)
+    joined_total: int = 0
+    lost_total: int = 0
+
+    def join(self, member: Member) -> None:
+        self.members[member.searcher] = member
+        self.joined_total += 1
+
+    def change(self, searcher: str, **changes) -> None:
+        self.members[searcher] = replace(self.members[searcher], **changes)
+
+    def leave(self, searcher: str, state: State) -> None:
+        if self.members[searcher].gone is None:
+            self.change(searcher, gone=state, evaluating=False)
+            self.lost_total += state is State.LOST
+
+    def silent(self, now_s: float, lease_s: float) -> list[str]:
+        """Living members that were not heard for ``lease_s``."""
+        return [m.searcher for m in self.living() if now_s - m.heard_s > lease_s]
+
+    def living(self) -> list[Member]:
+        return [m for m in self.members.values() if m.gone is None]
+
+    def generated(self) -> Mapping[str, int]:
+        return {m.searcher: m.generated for m in self.members.values()}
+
+    def gone(self) -> frozenset[str]:
+        return frozenset(m.searcher for m in self.members.values() if m.gone is not None)

@@ -1,0 +1,44 @@
+"""Where searchers find the trainer: one small file in the run folder, written by rename, readable by its owner only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from tba_megatron.errors import TransportError
+
+FILE = "rendezvous.json"
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """``weights``: a Hugging Face folder, named after its version, to start an engine from."""
+
+    address: str
+    token: str
+    attempt: int
+    weights: str
+
+
+def write_rendezvous(folder: Path, rendezvous: Rendezvous) -> None:
+    partial = folder / f".{FILE}.partial"
+    partial.unlink(missing_ok=True)
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(rendezvous)))
+    partial.rename(folder / FILE)
+
+
+def read_rendezvous(folder: Path) -> Rendezvous | None:
+    """None while there is no trainer."""
+    try:
+        return msgspec.json.decode((folder / FILE).read_bytes(), type=Rendezvous)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise TransportError(f"{folder / FILE} is damaged ({error}); remove it and restart the trainer") from None
+
+
+def remove_rendezvous(folder: Path) -> None:
+    (folder / FILE).unlink(missing_ok=True)

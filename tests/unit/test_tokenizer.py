@@ -1,0 +1,126 @@
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba_megatron.errors import ModelError
+from tba_megatron.models.tokenizer import HfTokenizer
+
+FOLDER = Path(__file__).parents[2] / "configs" / "tiny_qwen2"
+CHARACTERS = "0123456789+-*=; \n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(FOLDER, tmp_path / "model")
+
+
+def write(folder, name, **values):
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def real_tokenizer(name):
+    root = os.environ.get("TBA_TEST_DATA")
+    if root is None or not (Path(root) / "tokenizers" / name).is_dir():
+        pytest.skip(f"TBA_TEST_DATA names no folder with tokenizers/{name}")
+    return HfTokenizer(Path(root) / "tokenizers" / name)
+
+
+def test_every_character_is_one_token_and_comes_back():
+    tokenizer = HfTokenizer(FOLDER)
+    ids = tokenizer.encode(CHARACTERS)
+    assert ids.dtype == np.int32 and ids.tolist() == list(range(2, 19))
+    assert tokenizer.decode(ids) == CHARACTERS
+    assert tokenizer.encode("").tolist() == [] and tokenizer.decode(tokenizer.encode("")) == ""
+
+
+def test_the_vocabulary_of_the_tiny_model_is_that_of_its_tokenizer():
+    tokenizer = HfTokenizer(FOLDER)
+    assert tokenizer.vocab_size == 19 == json.loads((FOLDER / "config.json").read_text())["vocab_size"]
+    assert tokenizer.eos_ids == (1,)
+
+
+def test_eos_and_padding_are_not_part_of_the_text():
+    assert HfTokenizer(FOLDER).decode(np.array([3, 4, 1, 0, 0])) == "12"
+
+
+@pytest.mark.slow
+def test_transformers_reads_the_tiny_folder_the_same_way():
+    from transformers import AutoConfig, AutoTokenizer
+
+    ours, theirs = HfTokenizer(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
+    assert theirs(CHARACTERS, add_special_tokens=False).input_ids == ours.encode(CHARACTERS).tolist()
+    assert theirs.decode([3, 17, 18, 4, 1, 0], skip_special_tokens=True) == "1 \n2"
+    assert (len(theirs), theirs.eos_token_id, theirs.pad_token_id) == (19, 1, 0)
+    config = AutoConfig.from_pretrained(FOLDER)
+    assert (config.architectures, config.vocab_size) == (["Qwen2ForCausalLM"], 19)
+    assert config.hidden_size // config.num_attention_heads == 32
+    assert config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_several_eos_ids_are_all_honoured(folder):
+    write(folder, "generation_config.json", eos_token_id=[5, 7])
+    tokenizer = HfTokenizer(folder)
+    assert tokenizer.eos_ids == (5, 7, 1)
+    assert tokenizer.decode(np.array([3, 5, 4, 7, 1])) == "12"
+
+
+def test_config_json_is_asked_where_the_generation_config_is_silent(folder):
+    (folder / "generation_config.json").unlink()
+    write(folder, "config.json", eos_token_id=6)
+    write(folder, "tokenizer_config.json", eos_token={"content": "<eos>"})
+    assert HfTokenizer(folder).eos_ids == (6, 1)
+
+
+def test_stored_truncation_and_padding_do_not_touch_a_prompt(folder):
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    write(folder, "tokenizer.json", truncation=truncation)
+    assert len(HfTokenizer(folder).encode("12345")) == 5
+
+
+def test_no_bos_is_added_where_the_tokenizer_has_one(folder):
+    processor = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<eos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<eos>": {"id": "<eos>", "ids": [1], "tokens": ["<eos>"]}},
+    }
+    write(folder, "tokenizer.json", post_processor=processor)
+    assert HfTokenizer(folder).encode("1").tolist() == [3]
+
+
+def test_a_folder_without_a_tokenizer_is_one_clear_line(folder, tmp_path):
+    with pytest.raises(ModelError, match=r"nowhere/tokenizer\.json: no such file"):
+        HfTokenizer(tmp_path / "nowhere")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="not a tokenizer"):
+        HfTokenizer(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        HfTokenizer(folder)
+
+
+def test_a_model_without_eos_or_with_one_outside_the_vocabulary_is_refused(folder):
+    write(folder, "generation_config.json", eos_token_id=19)
+    with pytest.raises(ModelError, match=r"\[19, 1\] are not all in the vocabulary of 19"):
+        HfTokenizer(folder)
+    write(folder, "generation_config.json", eos_token_id=None)
+    write(folder, "config.json", eos_token_id=None)
+    write(folder, "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        HfTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "eos"), [("qwen3", 151669, "<|im_end|>"), ("gpt2_fast", 50257, "<|endoftext|>")]
+)
+def test_real_tokenizers_round_trip(name, vocab_size, eos):
+    tokenizer = real_tokenizer(name)
+    assert tokenizer.vocab_size == vocab_size
+    text = "Héllo, 12+7=19!\n\n  “日本語” 👋🏽 ½ cup\t"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(eos).tolist() == [tokenizer.eos_ids[0]]
