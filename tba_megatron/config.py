@@ -27,7 +27,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     folder: Path
     """Where everything of this run is kept. A folder that holds another configuration is refused."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Seeds the model, the task, the sampler and the searchers."""
 
 
@@ -54,7 +54,7 @@ class ArithmeticTask(Section):
 
 class CopyTask(Section):
     kind: Literal["copy"] = "copy"
-    length: Count = 4
+    length: Annotated[int, Field(ge=1, le=6)] = 4
     """Digits to repeat. The simplest task there is: a second user of the seam, and the one for smoke tests."""
 
 
@@ -208,7 +208,9 @@ class TransportConfig(Section):
     """0: a free port; searchers read it from the rendezvous file of the run folder."""
     heartbeat_s: Positive = 1.0
     lease_s: Positive = 60.0
-    """A searcher that says nothing for this long is lost."""
+    """A searcher that says nothing for this long is lost; so is a trainer, for its searchers."""
+    patience_s: Positive = 600.0
+    """How long a searcher waits for a trainer to appear."""
 
 
 class VllmEngineConfig(Section):

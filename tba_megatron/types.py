@@ -229,7 +229,7 @@ class ShardReport:
 
     n_prompts: int  # prompts with at least one rollout
     n_recent: int  # of them, prompts whose newest rollouts count as recent
-    n_fresh: int  # of those, prompts whose recent rollouts were never trained on
+    n_fresh: int  # of those, prompts with a recent visit after which nothing of them was trained on
     n_rollouts: int
     bytes: int
 

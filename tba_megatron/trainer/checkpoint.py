@@ -164,3 +164,8 @@ class _AllOrNone:
         if found:
             raise CheckpointError(f"{self._what}: {'; '.join(found)}") from error
 
+
+
+def as_attempt(state: RunState, base_steps: tuple[int, ...]) -> RunState:
+    """``state`` as the start of the attempt that ``base_steps`` ends with."""
+    return msgspec.structs.replace(state, base_steps=base_steps)

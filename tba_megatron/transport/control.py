@@ -160,6 +160,11 @@ class ControlServer:
             self._outbox.append((searcher, message))
         self._wake()
 
+    def stop_granting(self) -> None:
+        """Lease no more prompts."""
+        with self._lock:
+            self._granting = False
+
     def stop_searchers(self, reason: str) -> None:
         """Say stop to all living searchers and grant no more leases."""
         with self._lock:
@@ -260,6 +265,7 @@ class ControlServer:
                     idle_s=message.idle_s,
                     version=PolicyVersion.parse(message.version),
                     wanted_prompts=message.wanted_prompts,
+                    received_prompts=message.received_prompts,
                 )
                 self._outbox.append((searcher, Beat()))
             case Posted():
@@ -300,13 +306,13 @@ class ControlServer:
 
     def _grant(self) -> None:
         """Give prompts to those who want some, the emptiest first, as far as searchers may be ahead."""
-        for member in sorted(self._registry.living(), key=lambda m: -m.wanted_prompts):
+        for member in sorted(self._registry.living(), key=lambda m: -m.wants):
             room = self._max_ahead_groups - self._leases.outstanding - self._fresh_groups
             if not self._granting or room <= 0:
                 return
-            if member.wanted_prompts and not member.evaluating:
-                lease, start, count = self._leases.grant(member.searcher, min(room, member.wanted_prompts))
-                self._registry.change(member.searcher, wanted_prompts=member.wanted_prompts - count)
+            if member.wants and not member.evaluating:
+                lease, start, count = self._leases.grant(member.searcher, min(room, member.wants))
+                self._registry.change(member.searcher, granted_prompts=member.granted_prompts + count)
                 self._outbox.append((member.searcher, Lease(lease=lease, start=start, count=count)))
 
     def _flush(self) -> None:

@@ -33,7 +33,8 @@ class Heartbeat(_Message):
     busy_s: float
     idle_s: float
     version: str
-    wanted_prompts: int
+    wanted_prompts: int  # beside those it holds
+    received_prompts: int  # by leases so far, so that one under way is not asked for twice
 
 
 class Posted(_Message):

@@ -41,9 +41,16 @@ class Member:
     generated: int = 0
     busy_s: float = 0.0
     idle_s: float = 0.0
-    wanted_prompts: int = 0
+    wanted_prompts: int = 0  # when it last spoke
+    received_prompts: int = 0  # when it last spoke
+    granted_prompts: int = 0
     evaluating: bool = False
     gone: State | None = None
+
+    @property
+    def wants(self) -> int:
+        """Prompts that it still wants, those that are on their way to it taken off."""
+        return max(0, self.wanted_prompts - (self.granted_prompts - self.received_prompts))
 
     def state(self, newest: PolicyVersion) -> State:
         if self.gone is not None:

@@ -1,0 +1,86 @@
+"""``tba search``: one searcher. It finds the trainer through the run folder."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import time
+import zlib
+from pathlib import Path
+
+from tba_megatron.cli.common import start_logging
+from tba_megatron.config import Config, VllmEngineConfig
+from tba_megatron.dist import prepare_searcher_environment
+from tba_megatron.errors import TransportError
+from tba_megatron.models.tokenizer import HfTokenizer
+from tba_megatron.search.engine import SearchEngine
+from tba_megatron.tasks.registry import make_task
+from tba_megatron.transport.rendezvous import Rendezvous, read_rendezvous
+from tba_megatron.types import PolicyVersion
+
+_log = logging.getLogger(__name__)
+
+
+def run(config: Config, args: argparse.Namespace) -> int:
+    start_logging()
+    from tba_megatron.search.searcher import Searcher, new_name
+    from tba_megatron.transport.control import ControlClient
+
+    host = socket.gethostname()
+    name = new_name(host)
+    if isinstance(config.search.engine, VllmEngineConfig):
+        prepare_searcher_environment(config.search.engine.threads)
+        import tba_megatron.search.vllm_engine  # noqa: F401  some seconds, while the trainer starts
+
+    rendezvous = _wait_for_trainer(config)
+    weights = Path(rendezvous.weights)
+    tokenizer = HfTokenizer(weights)
+    task = make_task(config.task, tokenizer, config.run.seed, config.model.max_length)
+    if task.dropped_prompts:
+        _log.warning("%d prompts are longer than model.max_length and are left out", task.dropped_prompts)
+    engine = make_engine(config, weights, PolicyVersion.parse(weights.name), seed=zlib.crc32(name.encode()))
+    _log.info("searcher %s starts with version %s", name, engine.version)
+    searcher = Searcher(
+        config=config,
+        engine=engine,
+        task=task,
+        tokenizer=tokenizer,
+        control=ControlClient(rendezvous.address),
+        token=rendezvous.token,
+        name=name,
+        host=host,
+    )
+    return searcher.run()
+
+
+def make_engine(config: Config, model: Path, version: PolicyVersion, seed: int) -> SearchEngine:
+    """The engine that ``search.engine`` names."""
+    engine = config.search.engine
+    if isinstance(engine, VllmEngineConfig):
+        from tba_megatron.search.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            model,
+            engine,
+            version=version,
+            max_length=config.model.max_length,
+            seed=seed,
+            behaviour_logprobs=config.search.behaviour_logprobs,
+        )
+    from tba_megatron.search.fake_engine import FakeEngine
+
+    return FakeEngine(model, engine, version=version, seed=seed)
+
+
+def _wait_for_trainer(config: Config) -> Rendezvous:
+    deadline_s = time.monotonic() + config.transport.patience_s
+    while time.monotonic() < deadline_s:
+        found = read_rendezvous(config.run.folder)
+        if found is not None:
+            return found
+        time.sleep(0.1)
+    raise TransportError(
+        f"no trainer wrote {config.run.folder}/rendezvous.json within {config.transport.patience_s:g} s; is it "
+        f"running, with the same run.folder?"
+    )

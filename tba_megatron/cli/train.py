@@ -1,0 +1,20 @@
+"""``tba train``: one rank of the trainer."""
+
+from __future__ import annotations
+
+import argparse
+
+from tba_megatron.cli.common import start_logging, trainer_groups
+from tba_megatron.config import Config
+from tba_megatron.config_load import store_config
+from tba_megatron.dist import rank_from_environment
+
+
+def run(config: Config, args: argparse.Namespace) -> int:
+    start_logging()
+    if rank_from_environment().rank == 0:
+        store_config(config, config.run.folder)
+    with trainer_groups(config) as groups:
+        from tba_megatron.trainer.entry import train
+
+        return train(config, groups)

@@ -1,0 +1,123 @@
+"""A whole run on one machine: warm start, then trainer ranks and searchers side by side, then the summary."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tba_megatron.config import Config
+from tba_megatron.dist import STORE_FILE, run_environment
+from tba_megatron.errors import RoleFailedError
+from tba_megatron.ops.supervise import Role, Supervisor, tba
+from tba_megatron.trainer.result import RunResult, read_result
+
+
+def launch(config: Config, stream: TextIO) -> int:
+    """Run everything and write ``summary.json``; the exit code. RoleFailedError when a role failed."""
+    started_s = time.monotonic()
+    folder = config.run.folder
+    stored = folder / "config.yaml"
+    with Supervisor(run_environment(), stream) as supervisor:
+        if config.sft.steps and not (config.start_model / "config.json").exists():
+            print(f"warm start: {config.sft.steps} steps on demonstrations", file=stream, flush=True)
+            supervisor.run(_trainer_ranks(config, "sft", stored))
+        if not supervisor.signal:
+            print(f"training: {config.trainer.steps} steps, {config.search.searchers} searcher(s)", file=stream)
+            stream.flush()
+            supervisor.run([*_trainer_ranks(config, "train", stored), *_searchers(config, stored)])
+        if supervisor.signal:
+            print(f"stopped by {signal.Signals(supervisor.signal).name}; start again to resume", file=stream)
+            return 128 + supervisor.signal
+    result = read_result(folder)
+    if result is None:
+        raise RoleFailedError(f"the trainer ended well but wrote no result; see {folder / 'logs'}")
+    summary = summarise(result, config, time.monotonic() - started_s)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print_summary(summary, stream)
+    return 0
+
+
+def _trainer_ranks(config: Config, command: str, stored: Path) -> list[Role]:
+    """torchrun's variables, and a file to meet in: on one machine no port has to be free."""
+    world_size = config.trainer.world_size
+    store = config.run.folder.resolve() / f".store-{time.time_ns()}"
+    return [
+        Role(
+            name=f"{command}-{rank}",
+            argv=tba(command, stored),
+            log=config.run.folder / "logs" / f"{command}-{rank}.log",
+            environment={
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                STORE_FILE: str(store),
+            },
+            visible=rank == 0,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _searchers(config: Config, stored: Path) -> list[Role]:
+    return [
+        Role(
+            name=f"search-{i}",
+            argv=tba("search", stored),
+            log=config.run.folder / "logs" / f"search-{i}.log",
+            vital=False,
+        )
+        for i in range(config.search.searchers)
+    ]
+
+
+def summarise(result: RunResult, config: Config, wall_s: float) -> dict[str, object]:
+    """The trainer's result with what the launcher knows: time, processor time of all roles, and paths."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return {
+        **msgspec.structs.asdict(result),
+        "wall_s": round(wall_s, 1),
+        "cpu_s": round(sum(u.ru_utime + u.ru_stime for u in usage), 1),
+        "seed": config.run.seed,
+        "tensorboard": str(config.run.folder / "tensorboard"),
+        "model": str(config.run.folder / "hf"),
+    }
+
+
+def print_summary(summary: dict[str, object], stream: TextIO) -> None:
+    table = Table(show_header=False, title="summary", title_justify="left")
+    discarded = (
+        f"{summary['rollouts_discarded']} (duplicate {summary['rollouts_discarded_duplicate']}, evicted "
+        f"{summary['rollouts_discarded_evicted_untrained']}, invalid {summary['rollouts_discarded_invalid']})"
+    )
+    rows = {
+        "accuracy before": _percent(summary["accuracy_before"]),
+        "accuracy after": _percent(summary["accuracy_after"]),
+        "steps (skipped)": f"{summary['steps']} ({summary['skipped_steps']})",
+        "wall / cpu seconds": f"{summary['wall_s']} / {summary['cpu_s']}",
+        "age in steps, median / max": f"{summary['age_steps_p50']} / {summary['age_steps_max']}",
+        "trainer waited": _percent(summary["trainer_wait_fraction"]),
+        "searchers idle": _percent(summary["searcher_idle_fraction"]),
+        "weight versions published": summary["weight_versions"],
+        "rollouts generated": summary["rollouts_generated"],
+        "  trained": summary["rollouts_trained"],
+        "  held untrained": summary["rollouts_held_untrained"],
+        "  discarded": discarded,
+        "  in flight / lost": f"{summary['rollouts_in_flight']} / {summary['rollouts_lost']}",
+        "TensorBoard": f"tensorboard --logdir {summary['tensorboard']}",
+        "model": summary["model"],
+    }
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    Console(file=stream, width=100).print(table)
+
+
+def _percent(value: object) -> str:
+    return f"{100 * value:.1f} %" if isinstance(value, float) else "not measured"

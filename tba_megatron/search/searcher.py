@@ -1,0 +1,319 @@
+"""A searcher: generate and score all the time, take new weights between two engine steps, never wait for the trainer.
+
+It waits only when it has no prompts, which is how the trainer throttles it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tba_megatron.config import Config
+from tba_megatron.errors import TransportError
+from tba_megatron.search.engine import ReceiveState, SearchEngine
+from tba_megatron.search.evaluate import evaluate
+from tba_megatron.tasks.base import Task
+from tba_megatron.transport.control import ControlClient
+from tba_megatron.transport.messages import (
+    Applied,
+    Beat,
+    Evaluate,
+    Evaluated,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lease,
+    Offer,
+    Posted,
+    ReceiveFailed,
+    Refused,
+    SampleRollout,
+    Stop,
+    ToSearcher,
+    Welcome,
+)
+from tba_megatron.transport.rollouts import RolloutSender
+from tba_megatron.types import (
+    Completion,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    RolloutId,
+    SamplingSettings,
+    StopReason,
+    Tokenizer,
+)
+
+_log = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.02
+TRAINER_GONE = 75  # exit code (EX_TEMPFAIL): come back when there is a trainer again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Visit:
+    """A prompt that was leased: ``position`` in the task's stream."""
+
+    lease: int
+    position: int
+    prompt: Prompt
+
+
+class Searcher:
+    """One incarnation. ``name`` is unique for ever; ``source`` says in each rollout where it came from."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        engine: SearchEngine,
+        task: Task,
+        tokenizer: Tokenizer,
+        control: ControlClient,
+        token: str,
+        name: str,
+        host: str,
+        source: str = "searcher",
+    ) -> None:
+        self._config, self._engine, self._task, self._tokenizer = config, engine, task, tokenizer
+        self._control, self._token, self._name, self._host = control, token, name, host
+        self._source = source
+        self._sampling = SamplingSettings(
+            n=config.search.completions_per_prompt,
+            temperature=config.search.temperature,
+            top_p=config.search.top_p,
+            max_new_tokens=config.search.max_new_tokens,
+            eos_ids=tokenizer.eos_ids,
+        )
+        self._queue: deque[Visit] = deque()  # leased, not yet in the engine
+        self._visits: dict[str, Visit] = {}  # in the engine, by request id
+        self._evaluations: deque[PolicyVersion] = deque()
+        self._next_sequence = 0
+        self._requests = 0
+        self.generated = 0
+        self._received_prompts = 0
+        self._busy_s = self._idle_s = 0.0
+        self._heard_s = self._beat_s = time.monotonic()
+        self._last_wanted = -1
+        self._receiving: PolicyVersion | None = None
+        self._posted = False
+        self._sample: SampleRollout | None = None
+        self._stopping: str | None = None
+
+    def run(self) -> int:
+        """Search until the trainer says stop, a signal arrives, or the trainer is gone; the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        sender = self._join()
+        while self._stopping is None:
+            idle_from_s = time.monotonic()
+            for message in self._control.poll(0.0 if self._engine.n_unfinished else IDLE_POLL_S):
+                self._handle(message)
+            self._take_weights()
+            self._evaluate_if_asked()
+            self._fill_engine()
+            self._beat()
+            if self._engine.n_unfinished:
+                self._generate(sender)
+            else:
+                self._idle_s += time.monotonic() - idle_from_s
+            if time.monotonic() - self._heard_s > self._config.transport.lease_s:
+                _log.warning("the trainer was silent for %g s; leaving", self._config.transport.lease_s)
+                return TRAINER_GONE
+        return self._leave(sender)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._stopping = signal.Signals(number).name
+
+    # ---- joining and leaving
+
+    def _join(self) -> RolloutSender:
+        self._control.send(
+            Hello(
+                token=self._token,
+                searcher=self._name,
+                host=self._host,
+                workers=self._engine.workers,
+                version=str(self._engine.version),
+            )
+        )
+        deadline_s = time.monotonic() + self._config.transport.lease_s
+        while time.monotonic() < deadline_s and self._stopping is None:
+            for message in self._control.poll(0.2):
+                if isinstance(message, Welcome):
+                    return RolloutSender(message.shards, self._token)
+                if isinstance(message, Refused):
+                    raise TransportError(f"the trainer refused this searcher: {message.reason}")
+        raise TransportError(f"no trainer answered within {self._config.transport.lease_s} s; is it still running?")
+
+    def _leave(self, sender: RolloutSender) -> int:
+        self._engine.abort_all()
+        sender.close()
+        self._control.send(Goodbye(generated=self.generated, busy_s=self._busy_s, idle_s=self._idle_s))
+        self._control.close()
+        self._engine.close()
+        _log.info("searcher %s leaves (%s) after %d rollouts", self._name, self._stopping, self.generated)
+        return 0
+
+    # ---- messages
+
+    def _handle(self, message: ToSearcher) -> None:
+        self._heard_s = time.monotonic()
+        match message:
+            case Lease():
+                self._received_prompts += message.count
+                for position in range(message.start, message.start + message.count):
+                    prompt = self._task.train_prompt(position)
+                    self._queue.append(Visit(lease=message.lease, position=position, prompt=prompt))
+            case Offer():
+                self._receiving, self._posted = PolicyVersion.parse(message.version), False
+                self._engine.begin_receive(message, self._config.weights.timeout_s)
+            case Evaluate():
+                self._evaluations.append(PolicyVersion.parse(message.version))
+            case Stop():
+                self._stopping = message.reason
+            case Beat() | Welcome() | Refused():
+                pass
+
+    def _beat(self) -> None:
+        now_s = time.monotonic()
+        wanted = self._config.search.prompts_in_engine - self._engine.n_unfinished - len(self._queue)
+        wanted = max(0, wanted)
+        due = now_s - self._beat_s >= self._config.transport.heartbeat_s
+        if not due and (wanted == 0 or wanted == self._last_wanted):
+            return
+        self._beat_s, self._last_wanted = now_s, wanted
+        self._control.send(
+            Heartbeat(
+                generated=self.generated,
+                busy_s=self._busy_s,
+                idle_s=self._idle_s,
+                version=str(self._engine.version),
+                wanted_prompts=wanted,
+                received_prompts=self._received_prompts,
+            )
+        )
+        if due and self._sample is not None:
+            self._control.send(self._sample)
+            self._sample = None
+
+    # ---- weights
+
+    def _take_weights(self) -> None:
+        """Apply a version that has arrived whole; say how a receive stands."""
+        if self._receiving is None:
+            return
+        status = self._engine.poll_receive()
+        version = str(self._receiving)
+        if status.state in (ReceiveState.POSTED, ReceiveState.STAGED) and not self._posted:
+            self._posted = True
+            self._control.send(Posted(version=version))
+        if status.state is ReceiveState.STAGED:
+            started_s = time.monotonic()
+            self._engine.apply()
+            self._control.send(Applied(version=version, pause_s=time.monotonic() - started_s))
+            self._receiving = None
+        elif status.state is ReceiveState.FAILED:
+            _log.warning("version %s did not arrive: %s", version, status.reason)
+            self._control.send(ReceiveFailed(version=version, reason=status.reason))
+            self._receiving = None
+
+    # ---- evaluation
+
+    def _evaluate_if_asked(self) -> None:
+        if not self._evaluations or self._evaluations[0] != self._engine.version:
+            return
+        version = self._evaluations.popleft()
+        self._engine.abort_all()
+        self._queue.extendleft(reversed(self._visits.values()))
+        self._visits.clear()
+        config = self._config.evaluation
+        done = evaluate(
+            self._engine,
+            self._task,
+            config,
+            SamplingSettings(
+                n=config.samples_per_problem,
+                temperature=config.temperature,
+                top_p=1.0,
+                max_new_tokens=self._config.search.max_new_tokens,
+                eos_ids=self._tokenizer.eos_ids,
+            ),
+            in_engine=self._config.search.prompts_in_engine,
+            tick=self._beat,
+        )
+        self._control.send(
+            Evaluated(
+                version=str(version), accuracy=done.accuracy, problems=done.problems, seconds=done.seconds
+            )
+        )
+
+    # ---- generation
+
+    def _fill_engine(self) -> None:
+        while self._queue and self._engine.n_unfinished < self._config.search.prompts_in_engine:
+            visit = self._queue.popleft()
+            self._requests += 1
+            request_id = f"{self._requests}"
+            self._visits[request_id] = visit
+            self._engine.submit(request_id, visit.prompt.token_ids, self._sampling)
+
+    def _generate(self, sender: RolloutSender) -> None:
+        started_s = time.monotonic()
+        for request_id, completions in self._engine.step():
+            visit = self._visits.pop(request_id)
+            finished = [c for c in completions if c.stop_reason is not StopReason.ABORT]
+            if finished:
+                sender.send(self._score(visit, finished))
+        self._busy_s += time.monotonic() - started_s
+
+    def _score(self, visit: Visit, completions: Sequence[Completion]) -> RolloutGroup:
+        """Completions become rollouts; they count as generated before they are sent."""
+        scores = self._task.score(visit.prompt, completions)
+        objective = self._config.objective
+        rollouts = []
+        for completion, score in zip(completions, scores, strict=True):
+            truncated = completion.stop_reason is StopReason.LENGTH
+            penalty = objective.truncated_penalty if truncated and objective.truncated == "penalise" else 0.0
+            rollouts.append(
+                Rollout(
+                    rollout_id=RolloutId(self._name, self._next_sequence),
+                    token_ids=completion.token_ids,
+                    reward=score - penalty,
+                    stop_reason=completion.stop_reason,
+                    spans=completion.spans,
+                    source=self._source,
+                    behaviour_logprobs=completion.behaviour_logprobs,
+                )
+            )
+            self._next_sequence += 1
+        self.generated += len(rollouts)
+        self._keep_sample(visit.prompt, rollouts[0])
+        return RolloutGroup(
+            prompt_id=visit.prompt.prompt_id,
+            prompt_token_ids=visit.prompt.token_ids,
+            rollouts=tuple(rollouts),
+            lease=visit.lease,
+        )
+
+    def _keep_sample(self, prompt: Prompt, rollout: Rollout) -> None:
+        """One rollout a heartbeat, as text."""
+        if self._sample is None and math.isfinite(rollout.reward):
+            self._sample = SampleRollout(
+                prompt=self._tokenizer.decode(prompt.token_ids),
+                completion=self._tokenizer.decode(rollout.token_ids),
+                reward=rollout.reward,
+                version=str(rollout.version),
+            )
+
+
+def new_name(host: str) -> str:
+    """A name for this start of a searcher: host, process and a random part."""
+    return f"{host}-{os.getpid()}-{os.urandom(4).hex()}"

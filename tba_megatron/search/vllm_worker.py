@@ -1,0 +1,104 @@
+"""The part that lives in each vLLM worker: the weight-transfer backend ``tba`` and the calls that drive it.
+
+vLLM imports this module in every worker before it loads the model, because ``worker_extension_cls`` names
+``WorkerExtension``; that registers the backend. Written for vLLM 0.32 (WeightTransferEngine of 0.25 and later).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from tba_megatron.models.hf_folder import open_tensors
+from tba_megatron.search.receiver import Receiver
+from tba_megatron.transport.messages import Offer
+
+BACKEND = "tba"
+
+
+@dataclass
+class TbaInitInfo(WeightTransferInitInfo):
+    """Nothing: groups are formed by ``WorkerExtension.tba_begin_receive``, version by version."""
+
+
+@dataclass
+class TbaUpdateInfo(WeightTransferUpdateInfo):
+    """Nothing: what is loaded is what lies in staging."""
+
+
+class TbaWeightTransferEngine(WeightTransferEngine[TbaInitInfo, TbaUpdateInfo]):
+    """Loads a staged version layer by layer; the wire is not touched between start and finish."""
+
+    init_info_cls = TbaInitInfo
+    update_info_cls = TbaUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config, vllm_config, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        with open_tensors(Path(vllm_config.model_config.model)) as tensors:
+            names = tensors.names
+        if vllm_config.model_config.hf_config.tie_word_embeddings:
+            names -= {"lm_head.weight"}
+        self.receiver = Receiver(device, names)
+
+    def init_transfer_engine(self, init_info: TbaInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # Not the base's: it synchronizes an accelerator, which raises on a CPU build (0.32).
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: TbaUpdateInfo) -> None:
+        _, tensors = self.receiver.take()
+        self.model.load_weights(iter(tensors))  # type: ignore[operator]
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._repack_tied_head()
+
+    def _repack_tied_head(self) -> None:
+        """On CPU a tied head has a packed copy of its own, which the layerwise reload leaves as it was (0.32)."""
+        head = getattr(self.model, "lm_head", None)
+        embedding = getattr(getattr(self.model, "model", None), "embed_tokens", None)
+        if self.device.type != "cpu" or head is None or embedding is None or head is embedding:
+            return
+        if head.weight.data_ptr() == embedding.weight.data_ptr():
+            head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        self.receiver.close()
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, TbaWeightTransferEngine)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker. Arguments and results are plain, so calls work in this process and in others."""
+
+    weight_transfer_engine: TbaWeightTransferEngine
+    rank: int
+
+    def tba_begin_receive(self, offer: bytes, timeout_s: float) -> None:
+        decoded = msgspec.msgpack.decode(offer, type=Offer)
+        self.weight_transfer_engine.receiver.begin(decoded, self.rank, timeout_s)
+
+    def tba_poll_receive(self) -> tuple[str, str]:
+        status = self.weight_transfer_engine.receiver.poll()
+        return status.state.value, status.reason

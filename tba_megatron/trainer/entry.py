@@ -1,0 +1,214 @@
+"""Build one rank of the trainer from a configuration and run its loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import sys
+from pathlib import Path
+
+from tba_megatron.buffer.sampler import make_sampler
+from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.config import Config
+from tba_megatron.dist import Groups
+from tba_megatron.errors import CheckpointError
+from tba_megatron.loss.registry import make_loss
+from tba_megatron.metrics import open_metric_log
+from tba_megatron.models.registry import read_model
+from tba_megatron.trainer import checkpoint
+from tba_megatron.trainer.checkpoint import RunState
+from tba_megatron.trainer.chief import Chief
+from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
+from tba_megatron.trainer.loop import TrainLoop
+from tba_megatron.trainer.model import Policy, build_gpt, build_policy
+from tba_megatron.trainer.publish import Publisher
+from tba_megatron.trainer.reference import Reference
+from tba_megatron.trainer.result import write_result
+from tba_megatron.trainer.step import HeadSettings
+from tba_megatron.trainer.weights_io import export_hf, load_hf
+from tba_megatron.transport.control import ControlServer
+from tba_megatron.transport.registry import PromptLeases
+from tba_megatron.transport.rendezvous import Rendezvous, remove_rendezvous, write_rendezvous
+from tba_megatron.transport.rollouts import RolloutReceiver
+from tba_megatron.types import PolicyVersion
+
+_log = logging.getLogger(__name__)
+
+ATTEMPTS = "attempts.json"  # the step at which each attempt began
+
+
+def train(config: Config, groups: Groups) -> int:
+    """Run this rank until the run is complete or a signal stops it; the exit code."""
+    trainer, folder = config.trainer, config.run.folder
+    architecture, shape = read_model(config.start_model)
+    head = HeadSettings(temperature=config.objective.temperature, vocab_size=shape.vocab_size)
+    gpt = build_gpt(shape, trainer, groups)
+    load_hf(gpt, architecture, shape, config.start_model, groups)
+    policy = build_policy(gpt, trainer, trainer.optimizer, groups, trainer.steps)
+    reference = Reference(architecture, shape, trainer, config.start_model, head, groups)
+    shard = None
+    if groups.is_leader:
+        buffer = config.buffer
+        shard = ReplayShard(
+            max(1, buffer.capacity_rollouts // groups.dp_size),
+            buffer.per_prompt_rollouts,
+            drop_truncated=config.objective.truncated == "drop",
+        )
+    state = _restore(config, policy, shard, groups)
+    version = PolicyVersion(state.history.attempt, state.step)
+    start_weights = folder / "weights" / str(version)
+    _export(config, policy, groups, start_weights)
+
+    token = from_rank_0(secrets.token_hex(16) if groups.rank == 0 else None, groups)
+    receiver = RolloutReceiver(config.transport.host, token) if groups.is_leader else None
+    addresses = gather_on_all(receiver.address if receiver else "", groups)
+    control = _open_control(config, groups, addresses, token, state, version)
+    publisher = Publisher(
+        config=config.weights,
+        groups=groups,
+        architecture=architecture,
+        shape=shape,
+        dtype=config.search.engine.dtype if config.search.engine.kind == "vllm" else trainer.dtype,
+        host=config.transport.host,
+        control=control,
+    )
+    sampler = make_sampler(config.buffer.sampler)
+    chief, log = None, None
+    if control is not None:
+        log = open_metric_log(
+            config.metrics,
+            folder,
+            first_step=state.step + 1 if state.step else 0,
+            total_steps=trainer.steps,
+            stream=sys.stdout,
+        )
+        chief = Chief(
+            config=config, control=control, publisher=publisher, sampler=sampler, log=log, state=state
+        )
+        write_rendezvous(
+            folder,
+            Rendezvous(
+                address=control.address,
+                token=token,
+                attempt=version.attempt,
+                weights=str(start_weights.resolve()),
+            ),
+        )
+    loop = TrainLoop(
+        config=config,
+        groups=groups,
+        policy=policy,
+        reference=reference,
+        loss=make_loss(config.objective.loss),
+        head=head,
+        sampler=sampler,
+        shard=shard,
+        receiver=receiver,
+        publisher=publisher,
+        chief=chief,
+        history=state.history,
+        step=state.step,
+    )
+    try:
+        code = loop.run()
+        if loop.version.step >= trainer.steps:
+            _export(config, policy, groups, folder / "hf")
+        if chief is not None:
+            write_result(folder, chief.result(loop.version.step))
+    finally:
+        if control is not None:
+            remove_rendezvous(folder)
+            control.close()
+        if log is not None:
+            log.close()
+        if receiver is not None:
+            receiver.close()
+    publisher.close()
+    return code
+
+
+def _restore(config: Config, policy: Policy, shard: ReplayShard | None, groups: Groups) -> RunState:
+    """The newest checkpoint's state as a new attempt, or a new run's; the same on every rank."""
+    folder = config.run.folder
+    found = checkpoint.checkpoints(folder / "checkpoints") if groups.rank == 0 else []
+    path = from_rank_0(str(found[-1][1]) if found else "", groups)
+    attempts = from_rank_0(_begin_attempt(folder, found[-1][0] if found else 0) if groups.rank == 0 else None, groups)
+    if not path:
+        return RunState(
+            step=0,
+            base_steps=attempts,
+            data_parallel=groups.dp_size,
+            next_position=0,
+            unfinished_prompts=[],
+            generated={},
+        )
+    state = checkpoint.load(Path(path), policy, shard, groups)
+    if groups.rank == 0:
+        _log.info("attempt %d resumes at step %d from %s", len(attempts) - 1, state.step, path)
+    return checkpoint.as_attempt(state, attempts)
+
+
+def _begin_attempt(folder: Path, base_step: int) -> tuple[int, ...]:
+    """Note in the run folder that an attempt begins at ``base_step``; the base steps of all attempts."""
+    path = folder / ATTEMPTS
+    before = json.loads(path.read_text()) if path.exists() else []
+    attempts = (*before, base_step)
+    partial = path.with_name(f".{ATTEMPTS}.partial")
+    partial.write_text(json.dumps(attempts) + "\n")
+    partial.rename(path)
+    return attempts
+
+
+def _open_control(
+    config: Config,
+    groups: Groups,
+    addresses: list[str],
+    token: str,
+    state: RunState,
+    version: PolicyVersion,
+) -> ControlServer | None:
+    if groups.rank != 0:
+        return None
+    return ControlServer(
+        host=config.transport.host,
+        port=config.transport.control_port,
+        token=token,
+        lease_s=config.transport.lease_s,
+        max_ahead_groups=config.max_ahead_groups,
+        shards=tuple(addresses[rank] for rank in groups.leader_ranks),
+        newest=version,
+        leases=PromptLeases(state.next_position, list(state.unfinished_prompts)),
+    )
+
+
+def _export(config: Config, policy: Policy, groups: Groups, folder: Path) -> None:
+    architecture, shape = read_model(config.start_model)
+    export_hf(
+        policy.gpt,
+        architecture,
+        shape,
+        groups,
+        folder=folder,
+        template=config.start_model,
+        dtype=config.trainer.dtype,
+    )
+    if groups.rank == 0 and folder.parent.name == "weights":
+        for old in folder.parent.iterdir():
+            if old != folder and not old.name.startswith("."):
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def export_newest(config: Config, groups: Groups, folder: Path) -> int:
+    """Write the newest checkpoint as a Hugging Face folder; its step. A collective over all ranks."""
+    architecture, shape = read_model(config.start_model)
+    gpt = build_gpt(shape, config.trainer, groups)
+    policy = build_policy(gpt, config.trainer, config.trainer.optimizer, groups, config.trainer.steps)
+    found = checkpoint.checkpoints(config.run.folder / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{config.run.folder / 'checkpoints'} holds no checkpoint; train first")
+    step, path = found[-1]
+    checkpoint.load_policy(path, policy)
+    _export(config, policy, groups, folder)
+    return step
