@@ -17,6 +17,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from types import CodeType, ModuleType
+from typing import Any
 
 _PACKAGE = "megatron.core"
 
@@ -74,7 +75,7 @@ def compile_for_cpu(source: str | bytes, path: str) -> CodeType:
     return compile(tree, path, "exec", dont_inherit=True)
 
 
-def _finish(module: ModuleType) -> None:
+def _finish(module: Any) -> None:
     """What replaced names do not cover."""
     if module.__name__ == "megatron.core.jit":
         module.disable_jit_fuser()  # torch.compile of a handful of tiny kernels costs seconds each on CPU

@@ -14,6 +14,7 @@ Delete when: upstream handles torch.optim.AdamW, or torch.optim.AdamW is no long
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 
 def apply() -> bool:
@@ -23,7 +24,7 @@ def apply() -> bool:
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    base = DistributedOptimizer
+    base: Any = DistributedOptimizer
     if getattr(base, "_tba_torch_adamw", False):
         return True
     sharded_state_dict = base.sharded_state_dict

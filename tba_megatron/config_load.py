@@ -143,9 +143,7 @@ class _Source:
         except yaml.YAMLError as error:
             raise ConfigError([f"{self.file}{_yaml_problem(error)}"]) from None
         if node is None:
-            raise ConfigError(
-                [f"{self.file}: empty; a configuration has the sections {_listed(_keys(Config))}"]
-            )
+            raise ConfigError([f"{self.file}: empty; a configuration has the sections {_listed(_keys(Config))}"])
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError([f"{self.file}: not a mapping; a configuration is made of 'section:' blocks"])
         self.values = self._plain(node, (), lambda mark: f"{self.file}:{mark.line + 1}: ")
@@ -304,9 +302,7 @@ def _explain(error: ValidationError, source: _Source) -> list[str]:
                 hint = f"did you mean {near[0]}" if near else f"choose one of {_listed(kinds)}"
                 lines.append(f"{place}{what}; {hint}")
             case "model_type" | "model_attributes_type":
-                lines.append(
-                    f"{place}{given}: should be a section with the keys {_listed(_keys(sections[0]))}"
-                )
+                lines.append(f"{place}{given}: should be a section with the keys {_listed(_keys(sections[0]))}")
             case _:
                 words = problem["msg"].removeprefix("Input ").removesuffix(" for <class 'pathlib.Path'>")
                 lines.append(f"{place}{given}: {words}")

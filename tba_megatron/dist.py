@@ -102,6 +102,7 @@ def join_world(info: RankInfo, backend: str, timeout_s: float) -> None:
     from datetime import timedelta
 
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, HashStore
 
     if dist.is_initialized():
         return
@@ -109,10 +110,10 @@ def join_world(info: RankInfo, backend: str, timeout_s: float) -> None:
     chosen = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
     common = {"rank": info.rank, "world_size": info.world_size, "timeout": timedelta(seconds=timeout_s)}
     if STORE_FILE in os.environ:
-        store = dist.FileStore(os.environ[STORE_FILE], info.world_size)
+        store = FileStore(os.environ[STORE_FILE], info.world_size)
         dist.init_process_group(chosen, store=store, **common)
     elif info.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(chosen, store=dist.HashStore(), **common)
+        dist.init_process_group(chosen, store=HashStore(), **common)
     else:
         dist.init_process_group(chosen, init_method="env://", **common)
 
@@ -140,7 +141,7 @@ def prepare_searcher_environment(threads: int, environment: MutableMapping[str, 
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
     for name, value in defaults.items():

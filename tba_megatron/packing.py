@@ -78,9 +78,7 @@ def pack_into(
     groups than microbatches, or a prompt without tokens.
     """
     if n_microbatches > len(groups) or (groups and n_microbatches < 1):
-        raise ValueError(
-            f"{len(groups)} groups cannot fill {n_microbatches} microbatches with at least one each"
-        )
+        raise ValueError(f"{len(groups)} groups cannot fill {n_microbatches} microbatches with at least one each")
     parts = _assign([group.n_tokens for group in groups], n_microbatches)
     return [_pack_one([groups[i] for i in part], multiple_of, reference_version) for part in parts]
 

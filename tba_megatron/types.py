@@ -266,9 +266,7 @@ class LedgerCounts:
     @property
     def gap(self) -> int:
         """0 when the ledger adds up."""
-        return self.generated - (
-            self.in_flight + self.held_untrained + self.trained + self.discarded + self.lost
-        )
+        return self.generated - (self.in_flight + self.held_untrained + self.trained + self.discarded + self.lost)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

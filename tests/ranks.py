@@ -57,7 +57,11 @@ def _start(function, args, folder: Path, rank: int, sizes: tuple[int, int, int])
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         os.environ[STORE_FILE] = str(folder / "store")
         groups: Groups = open_process_groups(
-            tensor_parallel=sizes[0], pipeline_parallel=sizes[1], data_parallel=sizes[2], seed=0, timeout_s=60.0
+            tensor_parallel=sizes[0],
+            pipeline_parallel=sizes[1],
+            data_parallel=sizes[2],
+            seed=0,
+            timeout_s=60.0,
         )
         (folder / f"out{rank}").write_bytes(pickle.dumps(function(groups, *args)))
         torch.distributed.barrier(group=groups.world)

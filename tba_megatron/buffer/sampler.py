@@ -191,9 +191,7 @@ class Fifo:
     ) -> Draw:
         pools = sorted(shard.fresh_pools(), key=lambda pool: min(h.arrival for h in _untrained(pool)))
         if n_replay or n_recent > len(pools):
-            raise ValueError(
-                f"{n_recent} + {n_replay} prompts are planned but {len(pools)} wait in the shard"
-            )
+            raise ValueError(f"{n_recent} + {n_replay} prompts are planned but {len(pools)} wait in the shard")
         draws = []
         for pool in pools[:n_recent]:
             waiting = tuple(sorted(_untrained(pool), key=lambda h: h.arrival))

@@ -88,9 +88,7 @@ class ReplayShard:
     without an end invalid (``objective.truncated: drop``).
     """
 
-    def __init__(
-        self, capacity_rollouts: int, per_prompt_rollouts: int, *, drop_truncated: bool = False
-    ) -> None:
+    def __init__(self, capacity_rollouts: int, per_prompt_rollouts: int, *, drop_truncated: bool = False) -> None:
         self._capacity_rollouts = capacity_rollouts
         self._per_prompt_rollouts = per_prompt_rollouts
         self._drop_truncated = drop_truncated
@@ -152,17 +150,14 @@ class ReplayShard:
             n_prompts=len(self._pools),
             n_recent=len(recent),
             n_fresh=sum(
-                any(pool.is_fresh(h) and h.version in versions for h in pool.held.values())
-                for pool in fresh_pools
+                any(pool.is_fresh(h) and h.version in versions for h in pool.held.values()) for pool in fresh_pools
             ),
             n_rollouts=len(self),
             bytes=self._bytes,
         )
 
     def report_fresh(self) -> ShardReport:
-        """The same counts where age does not matter: each prompt with a visit that waits is recent and
-        fresh.
-        """
+        """The same counts where age does not matter: a prompt with a visit that waits is recent and fresh."""
         return ShardReport(
             n_prompts=len(self._pools),
             n_recent=len(self._fresh),
@@ -180,9 +175,7 @@ class ReplayShard:
             fresh=any(map(pool.is_fresh, rollouts)),
         )
 
-    def _recent_versions(
-        self, history: PolicyHistory, step: int, recent_age_steps: int
-    ) -> set[PolicyVersion]:
+    def _recent_versions(self, history: PolicyHistory, step: int, recent_age_steps: int) -> set[PolicyVersion]:
         ages = ((version, history.age_steps(version, step)) for version in self._by_version)
         return {version for version, age in ages if age is not None and age <= recent_age_steps}
 
@@ -341,9 +334,7 @@ class ReplayShard:
         return arrays
 
     def restore(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Becomes the shard that ``state_arrays`` described; a smaller capacity evicts. ValueError: another
-        format.
-        """
+        """Becomes the shard that ``state_arrays`` described; a smaller capacity evicts. ValueError: another format."""
         found_format, next_arrival = arrays["counters"].tolist()
         if found_format != _FORMAT:
             raise ValueError(f"the shard's format is {found_format}, this program reads {_FORMAT}")

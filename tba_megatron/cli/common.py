@@ -13,9 +13,7 @@ from tba_megatron.dist import Groups, prepare_trainer_environment
 
 def start_logging() -> None:
     """One plain line a record on stderr; the chatter of libraries at their start is left out."""
-    logging.basicConfig(
-        level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S", force=True
-    )
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S", force=True)
     for noisy in ("megatron", "transformers", "vllm", "torch", "absl"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     warnings.simplefilter("ignore")

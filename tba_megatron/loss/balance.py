@@ -32,9 +32,7 @@ class _Balance:
 def _balance(inputs: LossInputs, beta: float) -> _Balance:
     logprob_S = segment_sum(inputs.logprob_T, inputs.sequence_index_T, inputs.n_sequences)
     kl_S = (logprob_S - inputs.reference_logprob_S).detach()
-    log_z_G = segment_mean(
-        inputs.reward_S / beta - kl_S, inputs.copies_S, inputs.group_index_S, inputs.n_groups
-    )
+    log_z_G = segment_mean(inputs.reward_S / beta - kl_S, inputs.copies_S, inputs.group_index_S, inputs.n_groups)
     advantage_S = inputs.reward_S - beta * (kl_S + log_z_G[inputs.group_index_S])
     return _Balance(logprob_S=logprob_S, kl_S=kl_S, log_z_G=log_z_G, advantage_S=advantage_S)
 
@@ -53,10 +51,7 @@ class TbVarGradLoss:
     def __call__(self, inputs: LossInputs) -> LossOutput:
         b = _balance(inputs, self._beta)
         residual_S = (
-            b.log_z_G[inputs.group_index_S]
-            + b.logprob_S
-            - inputs.reference_logprob_S
-            - inputs.reward_S / self._beta
+            b.log_z_G[inputs.group_index_S] + b.logprob_S - inputs.reference_logprob_S - inputs.reward_S / self._beta
         )
         loss = (inputs.copies_S * residual_S.square()).sum() * (self._beta / 2 / inputs.normaliser)
         return _output(loss, b, inputs, self._beta)

@@ -87,9 +87,7 @@ def loss_inputs(
         group_index_S=torch.as_tensor(mb.group_index, dtype=torch.int64, device=device),
         copies_S=float64(mb.copies),
         reward_S=float64(mb.reward),
-        reference_logprob_S=float64(
-            mb.reference_logprob if reference_logprob_S is None else reference_logprob_S
-        ),
+        reference_logprob_S=float64(mb.reference_logprob if reference_logprob_S is None else reference_logprob_S),
         behaviour_logprob_S=float64(mb.behaviour_logprob),
         n_groups=mb.n_groups,
         normaliser=normaliser,

@@ -122,9 +122,7 @@ def gated_decoder_rules(shape: ModelShape, tensor_parallel: int) -> list[Rule]:
             rules.append(_rule(attention + "linear_qkv.bias", [p + "bias" for p in projections], qkv))
         rules += [
             _rule(attention + "linear_proj.weight", [theirs + "self_attn.o_proj.weight"], Split(1)),
-            _rule(
-                ours + "pre_mlp_layernorm.weight", [theirs + "post_attention_layernorm.weight"], Replicated()
-            ),
+            _rule(ours + "pre_mlp_layernorm.weight", [theirs + "post_attention_layernorm.weight"], Replicated()),
             _rule(
                 ours + "mlp.linear_fc1.weight",
                 [theirs + "mlp.gate_proj.weight", theirs + "mlp.up_proj.weight"],
@@ -140,5 +138,3 @@ def gated_decoder_rules(shape: ModelShape, tensor_parallel: int) -> list[Rule]:
 
 def _rule(megatron: str, hf: list[str], layout: Any) -> Rule:
     return Rule(megatron=megatron, hf=tuple(hf), layout=layout)
-
-

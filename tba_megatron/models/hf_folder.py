@@ -47,9 +47,7 @@ def open_tensors(folder: Path) -> Iterator[HfTensors]:
     """Open every safetensors file of ``folder``; ModelError when there is none."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ModelError(
-            f"{folder} holds no .safetensors file; convert the weights, or set model.init to random"
-        )
+        raise ModelError(f"{folder} holds no .safetensors file; convert the weights, or set model.init to random")
     with ExitStack() as stack:
         files: dict[str, safe_open] = {}
         for path in paths:

@@ -98,4 +98,4 @@ def transformer_block_spec(config: TransformerConfig) -> TransformerBlockSubmodu
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm  # type: ignore[union-attr]
     parts.self_attention.submodules.core_attention = PackedAttention  # type: ignore[union-attr]
     n_layers = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * n_layers, layer_norm=TorchNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * n_layers, layer_norm=TorchNorm)  # type: ignore[arg-type]

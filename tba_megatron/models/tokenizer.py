@@ -60,13 +60,9 @@ class HfTokenizer:
             ids.append(self._tokenizer.token_to_id(text))
         eos_ids = tuple(i for i in dict.fromkeys(ids) if isinstance(i, int) and 0 <= i < self._vocab_size)
         if len(eos_ids) != len(set(ids)):
-            raise ModelError(
-                f"{folder}: end-of-sequence ids {ids} are not all in the vocabulary of {self._vocab_size}"
-            )
+            raise ModelError(f"{folder}: end-of-sequence ids {ids} are not all in the vocabulary of {self._vocab_size}")
         if not eos_ids:
-            raise ModelError(
-                f"{folder}: no end-of-sequence token; name one as eos_token_id in generation_config.json"
-            )
+            raise ModelError(f"{folder}: no end-of-sequence token; name one as eos_token_id in generation_config.json")
         return eos_ids
 
 

@@ -46,7 +46,4 @@ def evaluate(
         for request_id, completions in engine.step():
             scores += task.score(prompts[request_id], completions)
         tick()
-    return Evaluation(
-        accuracy=sum(scores) / len(scores), problems=config.problems, seconds=time.monotonic() - started
-    )
-
+    return Evaluation(accuracy=sum(scores) / len(scores), problems=config.problems, seconds=time.monotonic() - started)

@@ -101,7 +101,7 @@ class Searcher:
         self._received_prompts = 0
         self._busy_s = self._idle_s = 0.0
         self._heard_s = self._beat_s = time.monotonic()
-        self._last_wanted = -1
+        self._asked_prompts = 0  # received and wanted, when it last asked
         self._receiving: PolicyVersion | None = None
         self._posted = False
         self._sample: SampleRollout | None = None
@@ -187,9 +187,10 @@ class Searcher:
         wanted = self._config.search.prompts_in_engine - self._engine.n_unfinished - len(self._queue)
         wanted = max(0, wanted)
         due = now_s - self._beat_s >= self._config.transport.heartbeat_s
-        if not due and (wanted == 0 or wanted == self._last_wanted):
+        asked = self._received_prompts + wanted
+        if not due and asked <= self._asked_prompts:
             return
-        self._beat_s, self._last_wanted = now_s, wanted
+        self._beat_s, self._asked_prompts = now_s, asked
         self._control.send(
             Heartbeat(
                 generated=self.generated,
@@ -250,9 +251,7 @@ class Searcher:
             tick=self._beat,
         )
         self._control.send(
-            Evaluated(
-                version=str(version), accuracy=done.accuracy, problems=done.problems, seconds=done.seconds
-            )
+            Evaluated(version=str(version), accuracy=done.accuracy, problems=done.problems, seconds=done.seconds)
         )
 
     # ---- generation

@@ -147,7 +147,7 @@ class VllmEngine:
         logprobs = None
         if self._behaviour_logprobs and output.logprobs is not None:
             taken = zip(output.token_ids, output.logprobs, strict=True)
-            logprobs = np.array([entry[token].logprob for token, entry in taken], np.float32)
+            logprobs = np.array([entry[token].logprob for token, entry in taken if entry], np.float32)
         return Completion(
             token_ids=token_ids,
             stop_reason=_STOP_REASONS[output.finish_reason or "abort"],
@@ -171,7 +171,9 @@ class VllmEngine:
                 if output.finished:
                     assert isinstance(output, RequestOutput) and output.prompt_token_ids is not None
                     entries = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
-                    values = [entry[token].logprob if entry else math.nan for token, entry in entries]
+                    values = [
+                        entry[token].logprob if entry and token is not None else math.nan for token, entry in entries
+                    ]
                     scores[output.request_id] = np.array(values, np.float32)
         return [scores[f"score-{i}"] for i in range(len(sequences))]
 

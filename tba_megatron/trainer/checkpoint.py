@@ -79,7 +79,9 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "model").mkdir(parents=True)
     with _AllOrNone(groups, f"cannot save step {state.step} in {folder}"):
-        dist_checkpointing.save(_sharded_state(policy, loading=False), str(partial / "model"), content_metadata=_METADATA)
+        dist_checkpointing.save(
+            _sharded_state(policy, loading=False), str(partial / "model"), content_metadata=_METADATA
+        )
     with _AllOrNone(groups, f"cannot save step {state.step} in {folder}"):
         if shard is not None:
             with (partial / f"shard-{groups.dp_rank}.npz").open("wb") as file:
@@ -122,7 +124,7 @@ def load(path: Path, policy: Policy, shard: ReplayShard | None, groups: Groups) 
 
 def load_policy(path: Path, policy: Policy) -> None:
     """Restore model, optimizer, schedule and RNG alone; a collective over all ranks."""
-    loaded = dist_checkpointing.load(_sharded_state(policy, loading=True), str(path / "model"))
+    loaded: Any = dist_checkpointing.load(_sharded_state(policy, loading=True), str(path / "model"))
     policy.gpt.load_state_dict(loaded["model"])
     policy.optimizer.load_state_dict(loaded["optimizer"])
     policy.scheduler.load_state_dict(loaded["scheduler"])
@@ -163,7 +165,6 @@ class _AllOrNone:
         found = [problem for problem in problems if problem]
         if found:
             raise CheckpointError(f"{self._what}: {'; '.join(found)}") from error
-
 
 
 def as_attempt(state: RunState, base_steps: tuple[int, ...]) -> RunState:

@@ -94,9 +94,7 @@ class Chief:
             publish=self._publish_plan(step + 1) if publishes or self._somebody_behind(step) else None,
         )
 
-    def _plan(
-        self, action: Action, step: int, *, save: bool = False, publish: CohortPlan | None = None
-    ) -> StepPlan:
+    def _plan(self, action: Action, step: int, *, save: bool = False, publish: CohortPlan | None = None) -> StepPlan:
         if save:
             self._saved_step = step
         seed = self._config.run.seed * 1_000_003 + step
@@ -128,9 +126,7 @@ class Chief:
                 self._fresh_groups,
                 self._control.outstanding_prompts(),
             )
-        return self._plan(
-            Action.WAIT, step, publish=self._publish_plan(step) if self._somebody_behind(step) else None
-        )
+        return self._plan(Action.WAIT, step, publish=self._publish_plan(step) if self._somebody_behind(step) else None)
 
     def _stop_waiting(self) -> None:
         now_s = time.monotonic()
@@ -143,10 +139,8 @@ class Chief:
             self._first_train_s = now_s
 
     def _somebody_behind(self, step: int) -> bool:
-        """A searcher that runs other weights than the newest published ones, or is in no group yet."""
-        return any(
-            m.version != self._control.newest() or m.version != self._version(step) for m in self._control.members()
-        )
+        """A searcher that runs other weights than those of now, or is in no group yet."""
+        return any(m.version != self._version(step) or m.epoch < 0 for m in self._control.members())
 
     def _publish_plan(self, step: int) -> CohortPlan | None:
         """None while the last version is still on its way: the next one will be newer."""
@@ -179,14 +173,11 @@ class Chief:
         final, members = self._version(step), self._control.members()
         save = self._saved_step != step
         measured = self._accuracy_after is not None or not self._config.evaluation.problems
-        if measured or not members or (not self._history_moved(step) and not save and step == 0):
+        if measured or not members:
             return self._plan(Action.STOP, step, save=save)
         self._ask_for_evaluation(final)
         behind = any(member.version != final for member in members)
         return self._plan(Action.WAIT, step, publish=self._publish_plan(step) if behind else None)
-
-    def _history_moved(self, step: int) -> bool:
-        return step > self._restored.step
 
     def dismiss_searchers(self) -> None:
         """Say stop to all; they finish the sample they score, say how many they generated, and leave."""
@@ -232,9 +223,7 @@ class Chief:
 
     def ledger(self) -> LedgerCounts:
         generated, gone = self._control.generated()
-        return combine(
-            {**self._restored.generated, **generated}, set(self._restored.generated) | gone, self._counts
-        )
+        return combine({**self._restored.generated, **generated}, set(self._restored.generated) | gone, self._counts)
 
     def run_state(self, step: int) -> RunState:
         """What a checkpoint of ``step`` keeps."""

@@ -84,9 +84,7 @@ def train(config: Config, groups: Groups) -> int:
             total_steps=trainer.steps,
             stream=sys.stdout,
         )
-        chief = Chief(
-            config=config, control=control, publisher=publisher, sampler=sampler, log=log, state=state
-        )
+        chief = Chief(config=config, control=control, publisher=publisher, sampler=sampler, log=log, state=state)
         write_rendezvous(
             folder,
             Rendezvous(
@@ -202,7 +200,7 @@ def _export(config: Config, policy: Policy, groups: Groups, folder: Path) -> Non
 
 def export_newest(config: Config, groups: Groups, folder: Path) -> int:
     """Write the newest checkpoint as a Hugging Face folder; its step. A collective over all ranks."""
-    architecture, shape = read_model(config.start_model)
+    _, shape = read_model(config.start_model)
     gpt = build_gpt(shape, config.trainer, groups)
     policy = build_policy(gpt, config.trainer, config.trainer.optimizer, groups, config.trainer.steps)
     found = checkpoint.checkpoints(config.run.folder / "checkpoints")

@@ -22,8 +22,8 @@ from tba_megatron.trainer.exchange import (
     return_to_owners,
     share_packs,
 )
-from tba_megatron.trainer.notes import DrawFacts, Note, draw_facts
 from tba_megatron.trainer.model import Policy, to_device
+from tba_megatron.trainer.notes import DrawFacts, Note, draw_facts
 from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.reference import Reference
 from tba_megatron.trainer.step import HeadSettings, update
@@ -179,4 +179,3 @@ class TrainLoop:
             if from_rank_0(self._chief.books_closed(notes) if self._chief else None, self._groups):
                 return
             time.sleep(POLL_S)
-

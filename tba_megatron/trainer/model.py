@@ -146,7 +146,11 @@ def _check_shape(shape: ModelShape, trainer: TrainerConfig) -> None:
         "num_key_value_heads": (shape.kv_heads, tp, "tensor_parallel"),
         "intermediate_size": (shape.intermediate_size, tp, "tensor_parallel"),
     }
-    uneven = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"}
+    uneven = {
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    }
     if not uneven & trainer.megatron_extra.keys():
         sizes["num_hidden_layers"] = (shape.num_layers, pp, "pipeline_parallel")
     problems = [
@@ -245,7 +249,8 @@ def forward(gpt: torch.nn.Module, batch: Batch) -> Tensor:
 def named_parameters(gpt: GPTModel) -> Mapping[str, torch.nn.Parameter]:
     """This rank's parameters under Megatron's names, with layers counted over the whole model."""
     names: dict[str, torch.nn.Parameter] = {}
-    first_layer = gpt.decoder.layers[0].layer_number - 1 if len(gpt.decoder.layers) else 0
+    layers: Any = gpt.decoder.layers
+    first_layer = layers[0].layer_number - 1 if len(layers) else 0
     for name, parameter in gpt.named_parameters():
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:

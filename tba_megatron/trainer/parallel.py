@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -36,21 +37,19 @@ def open_process_groups(
     )
     model_parallel_cuda_manual_seed(seed)
 
-    world = dist.new_group(backend="gloo", timeout=timeout)
+    world = _gloo_group(None, timeout)
     dp_rank = parallel_state.get_data_parallel_rank()
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     everyone: list[tuple[int, int, int]] = [(-1, -1, -1)] * info.world_size
     dist.all_gather_object(everyone, (dp_rank, pp_rank, tp_rank), group=world)
-    replicas = [
-        tuple(r for r, (dp, _, _) in enumerate(everyone) if dp == replica) for replica in range(data_parallel)
-    ]
+    replicas = [tuple(r for r, (dp, _, _) in enumerate(everyone) if dp == replica) for replica in range(data_parallel)]
     leader_ranks = tuple(
         next(r for r, at in enumerate(everyone) if at == (replica, pipeline_parallel - 1, 0))
         for replica in range(data_parallel)
     )
-    replica_groups = [dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in replicas]
-    leaders = dist.new_group(list(leader_ranks), backend="gloo", timeout=timeout)
+    replica_groups = [_gloo_group(ranks, timeout) for ranks in replicas]
+    leaders = _gloo_group(leader_ranks, timeout)
     return Groups(
         info=info,
         device=device,
@@ -67,6 +66,12 @@ def open_process_groups(
         replica_ranks=replicas[dp_rank],
         leader_ranks=leader_ranks,
     )
+
+
+def _gloo_group(ranks: tuple[int, ...] | None, timeout: timedelta) -> dist.ProcessGroup:
+    """A collective over the world, also for the ranks that are no members."""
+    group = dist.new_group(None if ranks is None else list(ranks), backend="gloo", timeout=timeout)
+    return cast(dist.ProcessGroup, group)
 
 
 def close_process_groups() -> None:

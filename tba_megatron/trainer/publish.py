@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from tba_megatron.config import WeightsConfig
 from tba_megatron.dist import Groups
@@ -34,7 +35,7 @@ from tba_megatron.types import CohortPlan, PolicyVersion
 
 _log = logging.getLogger(__name__)
 
-_GO, _NO_GO = b"go", b"no"
+_GO, _NO_GO = "go", "no"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,8 @@ class Publisher:
         self._cohort: tuple[str, ...] = ()
         self._epoch = -1
         self._broken = True  # the group of this epoch, if any
-        self._store: dist.TCPStore | None = None  # of the living epoch, on rank 0
+        self._last_version: PolicyVersion | None = None  # that was sent in this epoch
+        self._store: TCPStore | None = None  # of the living epoch, on rank 0
         self._port = 0
         self._group: Group | None = None
         self._group_epoch = -1
@@ -87,12 +89,13 @@ class Publisher:
         if self.busy or not members:
             return None
         wanted = tuple(sorted(m.searcher for m in members))
-        if all(m.version == version and m.epoch == self._epoch for m in members) and not self._broken:
+        if not self._broken and wanted == self._cohort and version == self._last_version:
             return None
         if self._broken or wanted != self._cohort:
             self._epoch += 1
             self._store, self._port = host_store(self._host, self._config.timeout_s)
             self._cohort, self._broken = wanted, False
+        self._last_version = version
         return CohortPlan(
             epoch=self._epoch,
             host=self._host,
@@ -114,9 +117,7 @@ class Publisher:
         self.last_snapshot_s = time.monotonic() - started_s
         if snapshot is None or not self._groups.is_stage_leader:
             return
-        self._thread = threading.Thread(
-            target=self._send, args=(snapshot, cohort), name="send-weights", daemon=True
-        )
+        self._thread = threading.Thread(target=self._send, args=(snapshot, cohort), name="send-weights", daemon=True)
         self._thread.start()
 
     def _snapshot(self, policy: Policy, version: PolicyVersion) -> Snapshot | None:
@@ -124,9 +125,7 @@ class Publisher:
         buckets: list[Tensor] = []
         manifest, finite = None, True
         if groups.dp_rank == 0:
-            tensors = list(
-                stream_hf(policy.gpt, self._architecture, self._shape, groups, self._dtype)
-            )
+            tensors = list(stream_hf(policy.gpt, self._architecture, self._shape, groups, self._dtype))
             finite = all(bool(torch.isfinite(tensor).all()) for _, tensor in tensors)
             manifest, buckets = build_buckets(version, tensors, self._config.bucket_bytes, groups.pp_rank)
         parts: list[tuple[bool, Manifest | None]] = [(finite, manifest)]
@@ -229,7 +228,7 @@ class Publisher:
             group.store.wait([key], timedelta(seconds=2 * self._config.timeout_s))
         except (RuntimeError, dist.DistError) as error:
             raise WeightTransferError(f"rank 0 did not start the broadcast: {error}") from None
-        if group.store.get(key) != _GO:
+        if group.store.get(key) != _GO.encode():
             raise WeightTransferError("rank 0 called the broadcast off")
 
     def _give_up(self, cohort: CohortPlan) -> None:

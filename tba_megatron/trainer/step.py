@@ -78,9 +78,7 @@ def sequence_logprobs(
         return _run_schedule(gpt, batches, on_logits, forward_only=True)
 
 
-def token_logprobs(
-    gpt: torch.nn.Module, batches: Sequence[Batch], head: HeadSettings, groups: Groups
-) -> list[Tensor]:
+def token_logprobs(gpt: torch.nn.Module, batches: Sequence[Batch], head: HeadSettings, groups: Groups) -> list[Tensor]:
     """Log-probs of the response tokens: float32 [R] a microbatch, on the last stage only."""
 
     def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -146,9 +144,7 @@ def _apply_gradient(policy: Policy) -> tuple[float, bool]:
         return norm, True
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.config.clip_grad > 0.0 and not getattr(part, "is_stub_optimizer", False):
-            clip_grad_by_total_norm_fp32(
-                part.get_parameters(), max_norm=part.config.clip_grad, total_norm=norm
-            )
+            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=part.config.clip_grad, total_norm=norm)
     optimizer.step_with_ready_grads()
     return norm, False
 
@@ -162,9 +158,12 @@ def _reduce_statistics(parts: Sequence[LossOutput], groups: Groups) -> dict[str,
     if groups.info.world_size > 1:
         everyone = [[] for _ in range(groups.info.world_size)]
         dist.gather_object(
-            mine if groups.is_leader else [], everyone if groups.rank == 0 else None, dst=0, group=groups.world
+            mine if groups.is_leader else [],
+            everyone if groups.rank == 0 else None,
+            dst=0,
+            group=groups.world,
         )
     for part_sums, part_maxima in (part for parts in everyone for part in parts):
         sums.update(part_sums)
-        maxima.update({k: max(v, maxima.get(k, v)) for k, v in part_maxima.items()})
+        maxima.update({k: max(v, maxima[k]) if k in maxima else v for k, v in part_maxima.items()})
     return {**mean_statistics(sums), **maxima} if sums else {}

@@ -22,9 +22,7 @@ TIED_COPY = "output_layer.weight"  # with tied embeddings the last of several st
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def load_hf(
-    gpt: GPTModel, architecture: Architecture, shape: ModelShape, folder: Path, groups: Groups
-) -> None:
+def load_hf(gpt: GPTModel, architecture: Architecture, shape: ModelShape, folder: Path, groups: Groups) -> None:
     """Copy this rank's shards out of ``folder``; ModelError names anything missing, unexpected or of another shape."""
     own = dict(named_parameters(gpt))
     rules = {rule.megatron: rule for rule in architecture.rules(shape, groups.tp_size)}
@@ -46,9 +44,7 @@ def _harmless(name: str, shape: ModelShape) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (shape.tied and name == "lm_head.weight")
 
 
-def _copy(
-    parameter: torch.nn.Parameter, rule: Rule, source: list[Tensor], folder: Path, groups: Groups
-) -> None:
+def _copy(parameter: torch.nn.Parameter, rule: Rule, source: list[Tensor], folder: Path, groups: Groups) -> None:
     shard = rule.layout.to_rank(source, groups.tp_rank, groups.tp_size)
     if shard.shape != parameter.shape:
         raise ModelError(

@@ -110,7 +110,7 @@ def merge_manifests(parts: Sequence[Manifest]) -> Manifest:
 
 def checksum(bucket: Tensor) -> int:
     """xxh3-64 of a uint8 tensor's bytes, read on the host."""
-    return xxhash.xxh3_64_intdigest(memoryview(bucket.cpu().numpy()))
+    return xxhash.xxh3_64_intdigest(bucket.cpu().numpy().data)
 
 
 def unpack(manifest: Manifest, buckets: Sequence[Tensor]) -> list[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 # ---- searcher to trainer
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """First word of a searcher. ``searcher`` is its incarnation: new for each start of the process."""
 
     token: str
@@ -26,7 +26,7 @@ class Hello(_Message):
     version: str  # the weights it starts from
 
 
-class Heartbeat(_Message):
+class Heartbeat(_Message, frozen=True):
     """Sent every ``transport.heartbeat_s`` and whenever prompts are wanted."""
 
     generated: int  # rollouts finished and scored so far, counted before they are sent
@@ -37,32 +37,32 @@ class Heartbeat(_Message):
     received_prompts: int  # by leases so far, so that one under way is not asked for twice
 
 
-class Posted(_Message):
+class Posted(_Message, frozen=True):
     """All workers of the searcher are in the group and wait for the first bucket."""
 
     version: str
 
 
-class Applied(_Message):
+class Applied(_Message, frozen=True):
     """The engine now generates with ``version``. ``pause_s``: how long generation stood still for it."""
 
     version: str
     pause_s: float
 
 
-class ReceiveFailed(_Message):
+class ReceiveFailed(_Message, frozen=True):
     version: str
     reason: str
 
 
-class Evaluated(_Message):
+class Evaluated(_Message, frozen=True):
     version: str
     accuracy: float
     problems: int
     seconds: float
 
 
-class SampleRollout(_Message):
+class SampleRollout(_Message, frozen=True):
     """A rollout as text, for the table in TensorBoard."""
 
     prompt: str
@@ -71,7 +71,7 @@ class SampleRollout(_Message):
     version: str
 
 
-class Goodbye(_Message):
+class Goodbye(_Message, frozen=True):
     generated: int
     busy_s: float
     idle_s: float
@@ -83,21 +83,21 @@ FromSearcher = Hello | Heartbeat | Posted | Applied | ReceiveFailed | Evaluated 
 # ---- trainer to searcher
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True):
     """``shards[i]`` is the address of the shard that owns the prompts whose hash is i modulo their number."""
 
     shards: tuple[str, ...]
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True):
     reason: str
 
 
-class Beat(_Message):
+class Beat(_Message, frozen=True):
     pass
 
 
-class Lease(_Message):
+class Lease(_Message, frozen=True):
     """Visit the prompts at positions ``start`` to ``start + count`` of the task's endless stream."""
 
     lease: int
@@ -105,7 +105,7 @@ class Lease(_Message):
     count: int
 
 
-class Offer(_Message):
+class Offer(_Message, frozen=True):
     """A version is ready: join the group (when the epoch is new), post, and receive the manifest's buckets."""
 
     version: str
@@ -118,13 +118,13 @@ class Offer(_Message):
     backend: str
 
 
-class Evaluate(_Message):
+class Evaluate(_Message, frozen=True):
     """Drop what is in the engine and evaluate once the engine runs ``version``; no leases until then."""
 
     version: str
 
 
-class Stop(_Message):
+class Stop(_Message, frozen=True):
     reason: str
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hmac
 import logging
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
 import numpy as np
-import zlib
 import zmq
 
 from tba_megatron.errors import TransportError

@@ -10,30 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from tba_megatron.errors import WeightTransferError
 from tba_megatron.transport.manifest import Manifest, check_layout, checksum
 
 
-def host_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
+def host_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
     """A store that listens on a free port of ``host``, and the port: nobody can take it in between."""
-    store = dist.TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     return store, store.port
 
 
 class Group:
     """One member's end of a broadcast group. ``close`` once it is no longer used or after its first error."""
 
-    def __init__(self, store: dist.Store, process_group: dist.ProcessGroup, rank: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, process_group: Any, rank: int, timeout_s: float) -> None:
         self.store = store
         self.rank = rank
-        self._process_group: dist.ProcessGroup | None = process_group
+        self._process_group: Any = process_group
         self._timeout = timedelta(seconds=timeout_s)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -58,7 +58,7 @@ def join_group(
     world_size: int,
     backend: str,
     timeout_s: float,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> Group:
     """Form the group ``epoch`` with its other members; waits for them up to ``timeout_s``.
 
@@ -66,8 +66,8 @@ def join_group(
     """
     timeout = timedelta(seconds=timeout_s)
     try:
-        base = store or dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        prefix = dist.PrefixStore(f"weights-{epoch}", base)
+        base = store or TCPStore(host, port, is_master=False, timeout=timeout)
+        prefix = PrefixStore(f"weights-{epoch}", base)
         return Group(prefix, _process_group(prefix, rank, world_size, backend, timeout), rank, timeout_s)
     except (RuntimeError, dist.DistError) as error:
         raise WeightTransferError(
@@ -76,14 +76,12 @@ def join_group(
         ) from None
 
 
-def _process_group(
-    store: dist.Store, rank: int, world_size: int, backend: str, timeout: timedelta
-) -> dist.ProcessGroup:
+def _process_group(store: Store, rank: int, world_size: int, backend: str, timeout: timedelta) -> Any:
     if backend == "gloo":
-        from torch.distributed import ProcessGroupGloo
+        from torch.distributed.distributed_c10d import ProcessGroupGloo
 
         return ProcessGroupGloo(store, rank, world_size, timeout)
-    from torch.distributed import ProcessGroupNCCL
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -133,4 +131,3 @@ def _device(buckets: Sequence[Tensor]) -> torch.device:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:200] or type(error).__name__
-

@@ -56,9 +56,7 @@ class RolloutFactory:
 
 
 def as_group(prompt_id: str, rollouts: list[Rollout]) -> RolloutGroup:
-    return RolloutGroup(
-        prompt_id=prompt_id, prompt_token_ids=prompt_tokens(prompt_id), rollouts=tuple(rollouts)
-    )
+    return RolloutGroup(prompt_id=prompt_id, prompt_token_ids=prompt_tokens(prompt_id), rollouts=tuple(rollouts))
 
 
 def prompt_tokens(prompt_id: str) -> np.ndarray:

@@ -20,9 +20,7 @@ def held_tokens(shard: ReplayShard, prompt_id: str) -> list[int]:
 
 def ledger_of(shard: ReplayShard) -> tuple[int, int, int, int, int]:
     c = shard.counts()
-    assert sum(c.received.values()) == (
-        c.held_untrained + c.trained + c.duplicate + c.evicted_untrained + c.invalid
-    )
+    assert sum(c.received.values()) == (c.held_untrained + c.trained + c.duplicate + c.evicted_untrained + c.invalid)
     return c.held_untrained, c.trained, c.duplicate, c.evicted_untrained, c.invalid
 
 

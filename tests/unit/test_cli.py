@@ -21,9 +21,7 @@ def heavy_modules(*argv):
         "try: main(sys.argv[1:])\n"
         f"finally: print('HEAVY', [m for m in {HEAVY} if m in sys.modules])"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    answer = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=ROOT, check=False)
     assert "Traceback" not in answer.stderr
     return answer.stdout.rpartition("HEAVY ")[2].strip()
 

@@ -113,9 +113,7 @@ def test_a_missing_key_is_reported_at_the_section_that_lacks_it(tmp_path):
 
 
 def test_a_key_written_twice_is_refused(tmp_path):
-    assert problems_of(tmp_path, MINIMAL + "run:\n  folder: y\n") == [
-        "F:14: run: written twice, first at F:1"
-    ]
+    assert problems_of(tmp_path, MINIMAL + "run:\n  folder: y\n") == ["F:14: run: written twice, first at F:1"]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +138,7 @@ def test_a_missing_file_is_one_clear_problem(tmp_path):
 
 
 def test_an_alias_that_holds_itself_is_refused(tmp_path):
-    assert "F:14: extra.b: an alias that holds itself" in problems_of(
-        tmp_path, MINIMAL + "extra: &x {b: *x}\n"
-    )
+    assert "F:14: extra.b: an alias that holds itself" in problems_of(tmp_path, MINIMAL + "extra: &x {b: *x}\n")
 
 
 @pytest.mark.parametrize(
@@ -172,9 +168,7 @@ def test_a_rule_across_sections_is_placed_at_its_key_or_at_the_override_that_bro
 
 
 def test_the_dumped_tree_loads_back_equal(file, tmp_path):
-    config = load_config(
-        file, ["trainer.optimizer.adam_eps=1e-15", "trainer.megatron_extra={x: [1, 2.5, no]}"]
-    )
+    config = load_config(file, ["trainer.optimizer.adam_eps=1e-15", "trainer.megatron_extra={x: [1, 2.5, no]}"])
     (tmp_path / "dumped.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "dumped.yaml") == config
 

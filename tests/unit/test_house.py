@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(
-    path for folder in ("tba_megatron", "megatron_patches") for path in (ROOT / folder).rglob("*.py")
-)
+FILES = sorted(path for folder in ("tba_megatron", "megatron_patches") for path in (ROOT / folder).rglob("*.py"))
 
 # A room may import the rooms of lower floors and itself, never its neighbours.
 FLOORS = [
@@ -64,9 +62,7 @@ def violations(module: str, source: str) -> list[str]:
     found += _catch_all_violations(module, tree)
     if _room(module) == "loss":
         calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        found += [
-            "calls .item()" for call in calls if isinstance(call, ast.Attribute) and call.attr == "item"
-        ]
+        found += ["calls .item()" for call in calls if isinstance(call, ast.Attribute) and call.attr == "item"]
     if tree.body and not ast.get_docstring(tree):
         found.append("has no docstring")
     found += [f"holds a {mark}" for mark in ("TODO", "FIXME", "XXX") if mark in source]
@@ -116,9 +112,7 @@ def _environment_violations(module: str, tree: ast.Module) -> Iterator[str]:
     if _room(module) in ENVIRONMENT:
         return
     for node in ast.walk(tree):
-        through_os = (
-            isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
-        )
+        through_os = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
         if through_os and node.attr in ENVIRONMENT_NAMES:
             yield f"uses os.{node.attr}, whose home is {', '.join(sorted(ENVIRONMENT))}"
         if isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -198,9 +192,7 @@ def test_a_planted_fault_is_found(module, line, problem):
 
 def test_a_file_that_is_too_long_is_found():
     assert violations("tba_megatron.ops.run", '"""D."""\n' + "x = 1\n" * 399) == []
-    assert violations("tba_megatron.ops.run", '"""D."""\n' + "x = 1\n" * 400) == [
-        "has 401 lines, more than 400"
-    ]
+    assert violations("tba_megatron.ops.run", '"""D."""\n' + "x = 1\n" * 400) == ["has 401 lines, more than 400"]
 
 
 def test_a_missing_docstring_is_found_but_an_empty_file_needs_none():

@@ -167,9 +167,7 @@ def test_the_plain_squared_loss_is_two_over_beta_times_reinforce_with_kl_in_the_
     inputs = random_inputs(5)
     inputs = replace(inputs, copies_S=torch.ones_like(inputs.copies_S))
     logprob_T = inputs.logprob_T.detach().requires_grad_()
-    logprob_S = torch.zeros(inputs.n_sequences, dtype=torch.float64).index_add(
-        0, inputs.sequence_index_T, logprob_T
-    )
+    logprob_S = torch.zeros(inputs.n_sequences, dtype=torch.float64).index_add(0, inputs.sequence_index_T, logprob_T)
     regularised_S = (inputs.reward_S - beta * (logprob_S - inputs.reference_logprob_S)).detach()
     reinforce = torch.zeros((), dtype=torch.float64)
     for g in range(inputs.n_groups):
@@ -313,9 +311,7 @@ def test_a_group_with_one_reward_that_is_not_a_number_gives_a_finite_loss():
     shard.add(as_group("p", rollouts))
     held = [h.rollout for h in shard.pool("p").rollouts]
     (p,) = pack([replace(group, rollouts=tuple(held), copies=(1,) * len(held))], 100)
-    output = TbVarGradLoss(BETA)(
-        loss_inputs(p.microbatch, torch.full((3,), -0.5, requires_grad=True), normaliser=3)
-    )
+    output = TbVarGradLoss(BETA)(loss_inputs(p.microbatch, torch.full((3,), -0.5, requires_grad=True), normaliser=3))
     assert math.isfinite(output.loss.item())
     assert shard.counts().invalid == 1
 

@@ -90,9 +90,7 @@ def test_steps_may_not_run_backwards():
 def test_markdown_shows_every_cell_as_it_is():
     markdown = pytest.importorskip("markdown")
     hard = ["a|b", "x\ny", "<eos> & <b>", "2*3*4 _i_ `c`", "[l](u)", "\\n \\| back", ""]
-    html = markdown.markdown(
-        markdown_table(["text", "reward"], [[text, 1.0] for text in hard]), extensions=["tables"]
-    )
+    html = markdown.markdown(markdown_table(["text", "reward"], [[text, 1.0] for text in hard]), extensions=["tables"])
     cells = re.findall(r"<td>(.*?)</td>", html)
     shown = [c.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&") for c in cells]
     assert shown[::2] == [text.replace("\n", "\\n") for text in hard]
@@ -149,9 +147,7 @@ def test_on_a_terminal_one_line_is_redrawn_at_every_step_without_colour():
 
 
 def test_metrics_and_console_import_neither_torch_nor_tensorboard():
-    code = (
-        "import sys, tba_megatron.metrics; print([m for m in ('torch', 'tensorboard') if m in sys.modules])"
-    )
+    code = "import sys, tba_megatron.metrics; print([m for m in ('torch', 'tensorboard') if m in sys.modules])"
     answer = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -192,9 +188,7 @@ def test_tensorboard_holds_one_point_a_step_after_a_resume_and_the_tables_and_ch
     assert [event.step for event in texts] == [20]
     assert texts[0].tensor_proto.string_val[0].decode() == "| prompt |\n| --- |\n| 1\\|2 |"
     assert "custom_scalars__config__" in events.Tags()["tensors"]
-    assert [r["step"] for r in records(tmp_path / "metrics.jsonl") if r["kind"] == "scalars"] == list(
-        range(21)
-    )
+    assert [r["step"] for r in records(tmp_path / "metrics.jsonl") if r["kind"] == "scalars"] == list(range(21))
 
 
 def test_tensorboard_can_be_left_out(tmp_path):

@@ -48,9 +48,7 @@ def unpacked(packs: list[Pack]) -> dict:
             assert (mb.sequence_index[inside] == s).all()
             assert mb.positions[inside].tolist() == list(range(end - start))
             (rows,) = np.nonzero(mb.response[inside])
-            members = frozenset(
-                r for r, g in zip(p.rollout_ids, mb.group_index, strict=True) if g == mb.group_index[s]
-            )
+            members = frozenset(r for r, g in zip(p.rollout_ids, mb.group_index, strict=True) if g == mb.group_index[s])
             found[rollout_id] = (
                 tuple(mb.tokens[inside].tolist()),
                 tuple(mb.labels[inside][rows].tolist()),

@@ -13,9 +13,7 @@ from tba_megatron.types import PolicyHistory, ShardReport
 
 def recency(m: float = 0.5, age: int = 2, inverse_temperature: float = 0.0) -> RewardRecency:
     return RewardRecency(
-        config.RewardRecencySampler(
-            recent_probability=m, recent_age_steps=age, inverse_temperature=inverse_temperature
-        )
+        config.RewardRecencySampler(recent_probability=m, recent_age_steps=age, inverse_temperature=inverse_temperature)
     )
 
 
@@ -172,9 +170,7 @@ def test_replay_prompts_are_uniform_without_replacement():
     shard = shard_of(*(make.group(p, [1] * (i + 1), reward=float(i)) for i, p in enumerate("abcde")))
     drawn = Counter()
     for seed in range(2000):
-        prompts = [
-            g.prompt_id for g in recency().draw(shard, 0, 2, 1, shard_rng(seed, 0), NEW_RUN, 99).groups
-        ]
+        prompts = [g.prompt_id for g in recency().draw(shard, 0, 2, 1, shard_rng(seed, 0), NEW_RUN, 99).groups]
         assert len(set(prompts)) == 2
         drawn.update(prompts)
     assert [drawn[p] / 2000 for p in "abcde"] == pytest.approx([0.4] * 5, abs=0.05)
