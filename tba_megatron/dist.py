@@ -34,11 +34,11 @@ def rank_from_environment(environment: Mapping[str, str] | None = None) -> RankI
     environment = os.environ if environment is None else environment
     families = {
         "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+        "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
         "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     }
     for launcher, (rank, world_size, local_rank) in families.items():
-        # A batch script's own shell has SLURM_NTASKS without a rank; that is not a step of several ranks.
+        # sbatch gives its script SLURM_NTASKS, and SLURM_PROCID 0 too; only srun's tasks have the size of a step.
         if rank in environment and world_size in environment:
             return RankInfo(
                 rank=int(environment[rank]),
@@ -143,6 +143,9 @@ def prepare_searcher_environment(threads: int, environment: MutableMapping[str, 
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
+        # The engine runs eagerly; the few helpers that vLLM compiles all the same (log-probs, for one) would ask for
+        # a C++ compiler on this machine, and fail without.
+        "TORCH_COMPILE_DISABLE": "1",
     }
     for name, value in defaults.items():
         target.setdefault(name, value)

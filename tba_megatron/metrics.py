@@ -22,6 +22,7 @@ CONSOLE_METRICS = {
     "accuracy": "eval/accuracy",
     "age": "age/p50",
     "loss": "optim/loss",
+    "nll": "sft/nll",
     "grad": "optim/grad_norm",
     "tok/s": "throughput/train_tok_s",
 }

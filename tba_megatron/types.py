@@ -219,7 +219,7 @@ class StepPlan:
     step: int  # the optimizer step that a ``train`` action will complete
     seed: int
     save: bool = False  # save after this step
-    publish: CohortPlan | None = None  # publish the policy as it is after this step
+    publish: CohortPlan | None = None  # publish the policy as it is, before the action
     exit_code: int = 0  # with ``stop``
 
 

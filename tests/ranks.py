@@ -5,6 +5,8 @@ The parent never joins a process group, so a fork is safe; ranks meet in a file,
 
 from __future__ import annotations
 
+import multiprocessing.process
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -52,6 +54,9 @@ def _start(function, args, folder: Path, rank: int, sizes: tuple[int, int, int])
     if pid:
         return pid
     code = 1
+    # As multiprocessing's own forks do: the parent's children and clean-ups are not this process's.
+    multiprocessing.process._children = set()
+    multiprocessing.util._finalizer_registry.clear()
     try:
         size = sizes[0] * sizes[1] * sizes[2]
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
@@ -70,10 +75,10 @@ def _start(function, args, folder: Path, rank: int, sizes: tuple[int, int, int])
     except BaseException:
         (folder / f"error{rank}").write_text(traceback.format_exc())
     finally:
-        import multiprocessing.util
-
-        multiprocessing.util._exit_function()
-        os._exit(code)
+        try:
+            multiprocessing.util._exit_function()
+        finally:
+            os._exit(code)  # whatever happens: a fork that returned would run the rest of the tests
 
 
 def _wait(ranks: dict[int, int], folder: Path, limit_s: float) -> str | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import resource
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -15,17 +18,28 @@ from rich.table import Table
 
 from tba_megatron.config import Config
 from tba_megatron.dist import STORE_FILE, run_environment
-from tba_megatron.errors import RoleFailedError
+from tba_megatron.errors import RoleFailedError, RunFolderError
 from tba_megatron.ops.supervise import Role, Supervisor, tba
 from tba_megatron.trainer.result import RunResult, read_result
+from tba_megatron.transport.rendezvous import remove_rendezvous
+
+SUMMARY = "summary.json"
+_STORE = ".store-"
 
 
 def launch(config: Config, stream: TextIO) -> int:
-    """Run everything and write ``summary.json``; the exit code. RoleFailedError when a role failed."""
+    """Run everything and write ``summary.json``; the exit code. A run that is complete is left as it is.
+
+    RoleFailedError when a role failed, RunFolderError when another launch is at work in the run folder.
+    """
     started_s = time.monotonic()
     folder = config.run.folder
     stored = folder / "config.yaml"
-    with Supervisor(run_environment(), stream) as supervisor:
+    with _alone_in(folder), Supervisor(run_environment(), stream) as supervisor:
+        if is_complete(config):
+            print(f"{folder} is complete; raise trainer.steps to go on, or choose another run.folder", file=stream)
+            print_summary(json.loads((folder / SUMMARY).read_text()), stream)
+            return 0
         if config.sft.steps and not (config.start_model / "config.json").exists():
             print(f"warm start: {config.sft.steps} steps on demonstrations", file=stream, flush=True)
             supervisor.run(_trainer_ranks(config, "sft", stored))
@@ -40,15 +54,46 @@ def launch(config: Config, stream: TextIO) -> int:
     if result is None:
         raise RoleFailedError(f"the trainer ended well but wrote no result; see {folder / 'logs'}")
     summary = summarise(result, config, time.monotonic() - started_s)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     print_summary(summary, stream)
     return 0
+
+
+def is_complete(config: Config) -> bool:
+    """All steps are made, the final policy is measured and exported, and the summary is written."""
+    folder, result = config.run.folder, read_result(config.run.folder)
+    if result is None or not result.complete or result.steps < config.trainer.steps:
+        return False
+    measured = result.accuracy_after is not None or not config.evaluation.problems
+    return measured and (folder / "hf").exists() and (folder / SUMMARY).exists()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the run folder, cleared of what a launch that was killed may have left."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunFolderError(
+                f"run folder {folder} is in use by another tba launch; wait for it or choose another run.folder"
+            ) from None
+        _clear(folder)
+        yield
+        _clear(folder)
+
+
+def _clear(folder: Path) -> None:
+    """Searchers must not follow the address of a trainer that is gone; a store is of no use after its launch."""
+    remove_rendezvous(folder)
+    for store in folder.glob(f"{_STORE}*"):
+        store.unlink(missing_ok=True)
 
 
 def _trainer_ranks(config: Config, command: str, stored: Path) -> list[Role]:
     """torchrun's variables, and a file to meet in: on one machine no port has to be free."""
     world_size = config.trainer.world_size
-    store = config.run.folder.resolve() / f".store-{time.time_ns()}"
+    store = config.run.folder.resolve() / f"{_STORE}{time.time_ns()}"
     return [
         Role(
             name=f"{command}-{rank}",

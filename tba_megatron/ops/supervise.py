@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from tba_megatron.errors import RoleFailedError
 
 TERM_S = 60.0  # how long a role may take to save and leave before it is killed
+LEAVE_S = 10.0  # how long a role may take to leave when there is nothing left to do for it
 RESTARTS = 3  # of one searcher
 
 
@@ -62,7 +65,7 @@ class Supervisor:
             for child, role in list(self._children.items()):
                 code = child.poll()
                 if code is not None:
-                    del self._children[child]
+                    self._forget(child)
                     self._ended(role, code)
             if self.signal and not forwarded:
                 # Vital roles save and dismiss the others; those that are not vital would only stop earlier.
@@ -83,12 +86,14 @@ class Supervisor:
                 stderr=log,
                 env={**self._environment, **role.environment},
                 start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which forwards it
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(_die_with_parent, os.getpid()),
             )
         self._children[child] = role
 
     def _ended(self, role: Role, code: int) -> None:
-        if code == 0 or (self.signal and not role.vital):
+        # A role that got the signal before it could handle it (while it imports, or during the warm start) has nothing
+        # to save.
+        if code == 0 or (self.signal and (not role.vital or code == -signal.SIGTERM)):
             return
         if role.vital:
             raise RoleFailedError(f"{role.name} ended with {_describe(code)}; {_last_words(role.log)}")
@@ -102,25 +107,33 @@ class Supervisor:
 
     def _wait_for_others(self) -> None:
         """Roles that are not vital were told to leave by those that are."""
-        deadline_s = time.monotonic() + 10.0
+        deadline_s = time.monotonic() + LEAVE_S
         while self._children and time.monotonic() < deadline_s:
             for child in list(self._children):
                 if child.poll() is not None:
-                    del self._children[child]
+                    self._forget(child)
             time.sleep(0.02)
         self._end_all()
 
     def _end_all(self) -> None:
         """Ask every child that is left to go, then make it."""
         self._signal(lambda role: True)
-        deadline_s = time.monotonic() + 10.0
-        for child in self._children:
+        deadline_s = time.monotonic() + LEAVE_S
+        for child in list(self._children):
             try:
                 child.wait(max(0.1, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        self._children.clear()
+            self._forget(child)
+
+    def _forget(self, child: subprocess.Popen) -> None:
+        """A role has ended; what it started itself goes too."""
+        del self._children[child]
+        # Each role leads a process group of its own. A trainer that is killed leaves the queue manager of Megatron's
+        # checkpoint writer (0.16.1), which would live for ever.
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)
 
     def _signal(self, wanted: Callable[[Role], bool]) -> None:
         for child, role in self._children.items():
@@ -139,10 +152,10 @@ def tba(command: str, config: Path, *overrides: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "tba_megatron.cli.main", command, str(config), *overrides)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     # A launcher that is killed takes its children along: PR_SET_PDEATHSIG (1) of prctl(2).
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    if os.getppid() == 1:
+    if os.getppid() != parent:
         os._exit(1)
 
 

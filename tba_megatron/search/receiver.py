@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -60,7 +61,7 @@ class Receiver:
             self._status = ReceiveStatus(state=ReceiveState.POSTED)
             buckets = receive_version(group, manifest, self._device)
             self._check_finite(manifest, buckets)
-        except WeightTransferError as error:
+        except (WeightTransferError, msgspec.DecodeError) as error:
             self._leave_group()
             self._status = ReceiveStatus(state=ReceiveState.FAILED, reason=str(error))
             return
@@ -68,7 +69,7 @@ class Receiver:
         self._status = ReceiveStatus(state=ReceiveState.STAGED)
 
     def _joined(self, offer: Offer, worker: int, timeout_s: float) -> Group:
-        if self._group is None or self._epoch != offer.epoch:
+        if self._epoch != offer.epoch:
             self._leave_group()
             self._group = join_group(
                 host=offer.host,
@@ -80,12 +81,15 @@ class Receiver:
                 timeout_s=timeout_s,
             )
             self._epoch = offer.epoch
+        if self._group is None:
+            # The others still are in it and would not join again: waiting for them would only pass the time.
+            raise WeightTransferError(f"version {offer.version}: this worker has left broadcast group {offer.epoch}")
         return self._group
 
     def _leave_group(self) -> None:
         if self._group is not None:
             self._group.close()
-        self._group, self._epoch = None, -1
+        self._group = None
 
     def _check_names(self, manifest: Manifest) -> None:
         """A part of a fused layer alone would be loaded without an error and give garbage: all or nothing."""

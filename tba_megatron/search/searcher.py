@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tba_megatron.config import Config
@@ -19,7 +19,7 @@ from tba_megatron.errors import TransportError
 from tba_megatron.search.engine import ReceiveState, SearchEngine
 from tba_megatron.search.evaluate import evaluate
 from tba_megatron.tasks.base import Task
-from tba_megatron.transport.control import ControlClient
+from tba_megatron.transport.control import ControlChannel
 from tba_megatron.transport.messages import (
     Applied,
     Beat,
@@ -38,7 +38,7 @@ from tba_megatron.transport.messages import (
     ToSearcher,
     Welcome,
 )
-from tba_megatron.transport.rollouts import RolloutSender
+from tba_megatron.transport.rollouts import RolloutOutbox, RolloutSender
 from tba_megatron.types import (
     Completion,
     PolicyVersion,
@@ -76,15 +76,16 @@ class Searcher:
         engine: SearchEngine,
         task: Task,
         tokenizer: Tokenizer,
-        control: ControlClient,
+        control: ControlChannel,
         token: str,
         name: str,
         host: str,
         source: str = "searcher",
+        connect: Callable[[Sequence[str], str], RolloutOutbox] = RolloutSender,
     ) -> None:
         self._config, self._engine, self._task, self._tokenizer = config, engine, task, tokenizer
         self._control, self._token, self._name, self._host = control, token, name, host
-        self._source = source
+        self._source, self._connect = source, connect
         self._sampling = SamplingSettings(
             n=config.search.completions_per_prompt,
             temperature=config.search.temperature,
@@ -126,6 +127,8 @@ class Searcher:
                 self._idle_s += time.monotonic() - idle_from_s
             if time.monotonic() - self._heard_s > self._config.transport.lease_s:
                 _log.warning("the trainer was silent for %g s; leaving", self._config.transport.lease_s)
+                sender.close(linger_s=0.0)
+                self._control.close(linger_s=0.0)
                 return TRAINER_GONE
         return self._leave(sender)
 
@@ -134,7 +137,7 @@ class Searcher:
 
     # ---- joining and leaving
 
-    def _join(self) -> RolloutSender:
+    def _join(self) -> RolloutOutbox:
         self._control.send(
             Hello(
                 token=self._token,
@@ -145,15 +148,21 @@ class Searcher:
             )
         )
         deadline_s = time.monotonic() + self._config.transport.lease_s
-        while time.monotonic() < deadline_s and self._stopping is None:
+        outbox: RolloutOutbox | None = None
+        while outbox is None and time.monotonic() < deadline_s and self._stopping is None:
             for message in self._control.poll(0.2):
+                self._handle(message)  # an offer may come in one breath with the welcome
                 if isinstance(message, Welcome):
-                    return RolloutSender(message.shards, self._token)
-                if isinstance(message, Refused):
+                    outbox = self._connect(message.shards, self._token)
+                elif isinstance(message, Refused):
                     raise TransportError(f"the trainer refused this searcher: {message.reason}")
+        if outbox is not None:
+            return outbox
+        if self._stopping is not None:
+            return self._connect((), self._token)
         raise TransportError(f"no trainer answered within {self._config.transport.lease_s} s; is it still running?")
 
-    def _leave(self, sender: RolloutSender) -> int:
+    def _leave(self, sender: RolloutOutbox) -> int:
         self._engine.abort_all()
         sender.close()
         self._control.send(Goodbye(generated=self.generated, busy_s=self._busy_s, idle_s=self._idle_s))
@@ -264,13 +273,15 @@ class Searcher:
             self._visits[request_id] = visit
             self._engine.submit(request_id, visit.prompt.token_ids, self._sampling)
 
-    def _generate(self, sender: RolloutSender) -> None:
+    def _generate(self, sender: RolloutOutbox) -> None:
         started_s = time.monotonic()
         for request_id, completions in self._engine.step():
             visit = self._visits.pop(request_id)
             finished = [c for c in completions if c.stop_reason is not StopReason.ABORT]
             if finished:
                 sender.send(self._score(visit, finished))
+            else:
+                self._queue.append(visit)  # its lease is open until a group arrives
         self._busy_s += time.monotonic() - started_s
 
     def _score(self, visit: Visit, completions: Sequence[Completion]) -> RolloutGroup:

@@ -32,7 +32,12 @@ from tba_megatron.types import (
     TokenIds,
 )
 
-_STOP_REASONS = {"stop": StopReason.EOS, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
+_STOP_REASONS = {
+    "stop": StopReason.EOS,
+    "length": StopReason.LENGTH,
+    "abort": StopReason.ABORT,
+    "error": StopReason.ABORT,
+}
 
 
 class VllmEngine:
@@ -113,6 +118,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(sampling.eos_ids),
+            ignore_eos=True,  # of config.json: ``eos_ids`` alone say what ends a completion
             seed=sampling.seed,
             logprobs=0 if self._behaviour_logprobs else None,
             detokenize=False,

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.dist import Groups
@@ -157,14 +158,21 @@ class _AllOrNone:
         return None
 
     def __exit__(self, kind, error, traceback) -> None:
-        if error is not None and not isinstance(error, OSError):
+        if error is not None and not isinstance(error, OSError | CheckpointException):
             return
         problems: list[str | None] = [None] * self._groups.info.world_size
-        mine = None if error is None else f"rank {self._groups.rank}: {error}"
-        dist.all_gather_object(problems, mine, group=self._groups.world)
+        dist.all_gather_object(problems, _reason(error, self._groups.rank), group=self._groups.world)
         found = [problem for problem in problems if problem]
         if found:
             raise CheckpointError(f"{self._what}: {'; '.join(found)}") from error
+
+
+def _reason(error: OSError | CheckpointException | None, rank: int) -> str | None:
+    """One line, or None for a rank that knows of no problem of its own."""
+    if isinstance(error, CheckpointException):  # raised on all ranks; the coordinator's names those that failed
+        failures = [f"rank {r}: {str(e).strip().splitlines()[0]}" for r, (e, _) in sorted(error.failures.items())]
+        return "; ".join(failures) or None
+    return None if error is None else f"rank {rank}: {error}"
 
 
 def as_attempt(state: RunState, base_steps: tuple[int, ...]) -> RunState:

@@ -64,7 +64,8 @@ class Chief:
         self._versions_before = state.versions
         self._accuracy_before = state.accuracy_before
         self._accuracy_after: float | None = None
-        self._asked: set[str] = set()  # versions whose evaluation was asked for
+        self._asked: dict[str, str] = {}  # version -> searcher that was asked to evaluate it
+        self._finished_s: float | None = None  # when the last step was made
         self._saved_step = state.step if state.step else -1
         self._counts: list[ShardCounts] = []
         self._refused = 0
@@ -86,12 +87,8 @@ class Chief:
         if not self._enough(reports, step):
             return self._wait(step)
         self._stop_waiting()
-        publishes = (step + 1) % self._config.weights.publish_every_steps == 0
         return self._plan(
-            Action.TRAIN,
-            step + 1,
-            save=self._saves(step + 1),
-            publish=self._publish_plan(step + 1) if publishes or self._somebody_behind(step) else None,
+            Action.TRAIN, step + 1, save=self._saves(step + 1), publish=self._publish_plan(step, due=self._due(step))
         )
 
     def _plan(self, action: Action, step: int, *, save: bool = False, publish: CohortPlan | None = None) -> StepPlan:
@@ -126,7 +123,7 @@ class Chief:
                 self._fresh_groups,
                 self._control.outstanding_prompts(),
             )
-        return self._plan(Action.WAIT, step, publish=self._publish_plan(step) if self._somebody_behind(step) else None)
+        return self._plan(Action.WAIT, step, publish=self._publish_plan(step, due=self._due(step)))
 
     def _stop_waiting(self) -> None:
         now_s = time.monotonic()
@@ -138,14 +135,18 @@ class Chief:
         if self._first_train_s is None:
             self._first_train_s = now_s
 
-    def _somebody_behind(self, step: int) -> bool:
-        """A searcher that runs other weights than those of now, or is in no group yet."""
-        return any(m.version != self._version(step) or m.epoch < 0 for m in self._control.members())
+    def _due(self, step: int) -> bool:
+        return step % self._config.weights.publish_every_steps == 0
 
-    def _publish_plan(self, step: int) -> CohortPlan | None:
-        """None while the last version is still on its way: the next one will be newer."""
+    def _publish_plan(self, step: int, *, due: bool) -> CohortPlan | None:
+        """Who gets the policy of now: everybody when it is due, and at once when a searcher has joined or failed.
+
+        None while the last version is still on its way: the next one will be newer.
+        """
         members = [m for m in self._control.members() if not m.evaluating]
-        return self._publisher.plan(members, self._version(step))
+        if due or any(m.epoch < 0 for m in members):
+            return self._publisher.plan(members, self._version(step))
+        return None
 
     def _version(self, step: int) -> PolicyVersion:
         return PolicyVersion(self._history.attempt, step)
@@ -157,12 +158,13 @@ class Chief:
             self._ask_for_evaluation(self._version(0))
 
     def _ask_for_evaluation(self, version: PolicyVersion) -> None:
-        """Once for each version, of the first searcher that runs it."""
-        if str(version) in self._asked:
+        """Once for each version, of the first searcher that runs it; again when that searcher is gone."""
+        members = self._control.members()
+        if self._asked.get(str(version)) in {member.searcher for member in members}:
             return
-        for member in self._control.members():
+        for member in members:
             if member.version == version and not member.evaluating:
-                self._asked.add(str(version))
+                self._asked[str(version)] = member.searcher
                 self._control.send(member.searcher, Evaluate(version=str(version)))
                 return
 
@@ -173,11 +175,13 @@ class Chief:
         final, members = self._version(step), self._control.members()
         save = self._saved_step != step
         measured = self._accuracy_after is not None or not self._config.evaluation.problems
-        if measured or not members:
+        self._finished_s = self._finished_s or time.monotonic()
+        # A resumed run can be at its end before the first searcher has joined.
+        alone = not members and time.monotonic() - self._finished_s > self._config.transport.lease_s
+        if measured or alone:
             return self._plan(Action.STOP, step, save=save)
         self._ask_for_evaluation(final)
-        behind = any(member.version != final for member in members)
-        return self._plan(Action.WAIT, step, publish=self._publish_plan(step) if behind else None)
+        return self._plan(Action.WAIT, step, publish=self._publish_plan(step, due=True))
 
     def dismiss_searchers(self) -> None:
         """Say stop to all; they finish the sample they score, say how many they generated, and leave."""
@@ -209,9 +213,10 @@ class Chief:
             arrived.update(note.arrived)
         self._control.note(arrived=dict(arrived), fresh_groups=self._fresh_groups)
         for evaluated in self._control.take_evaluations():
-            if evaluated.version == str(PolicyVersion(0, 0)):
+            measured_step = PolicyVersion.parse(evaluated.version).step
+            if measured_step == 0:
                 self._accuracy_before = evaluated.accuracy
-            else:
+            if measured_step >= self._config.trainer.steps:
                 self._accuracy_after = evaluated.accuracy
             self._log.log(max(step, 0), {"eval/accuracy": evaluated.accuracy, "eval/problems": evaluated.problems})
         return reports

@@ -7,15 +7,18 @@ import logging
 import secrets
 import shutil
 import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from tba_megatron.buffer.sampler import make_sampler
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.config import Config
+from tba_megatron.config import Config, VllmEngineConfig
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError
 from tba_megatron.loss.registry import make_loss
-from tba_megatron.metrics import open_metric_log
+from tba_megatron.metrics import MetricLog, open_metric_log
+from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.models.registry import read_model
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.checkpoint import RunState
@@ -41,90 +44,123 @@ ATTEMPTS = "attempts.json"  # the step at which each attempt began
 
 def train(config: Config, groups: Groups) -> int:
     """Run this rank until the run is complete or a signal stops it; the exit code."""
-    trainer, folder = config.trainer, config.run.folder
-    architecture, shape = read_model(config.start_model)
+    model = _build_model(config, groups)
+    shard = _build_shard(config, groups)
+    state = _restore(config, model.policy, shard, groups)
+    start_weights = config.run.folder / "weights" / str(PolicyVersion(state.history.attempt, state.step))
+    _export(config, model.policy, groups, start_weights)
+    with ExitStack() as stack:
+        token = from_rank_0(secrets.token_hex(16) if groups.rank == 0 else None, groups)
+        receiver = RolloutReceiver(config.transport.host, token) if shard is not None else None
+        if receiver is not None:
+            stack.callback(receiver.close)
+        addresses = gather_on_all(receiver.address if receiver else "", groups)
+        control = _open_control(config, groups, addresses, token, state)
+        publisher = _build_publisher(config, groups, model, control)
+        sampler = make_sampler(config.buffer.sampler)
+        chief = None
+        if control is not None:
+            stack.callback(control.close)
+            log = _open_log(config, state)
+            stack.callback(log.close)
+            chief = Chief(config=config, control=control, publisher=publisher, sampler=sampler, log=log, state=state)
+            _announce(config, control, token, state, start_weights)
+            stack.callback(remove_rendezvous, config.run.folder)
+        loop = TrainLoop(
+            config=config,
+            groups=groups,
+            policy=model.policy,
+            reference=model.reference,
+            loss=make_loss(config.objective.loss),
+            head=model.head,
+            sampler=sampler,
+            shard=shard,
+            receiver=receiver,
+            publisher=publisher,
+            chief=chief,
+            history=state.history,
+            step=state.step,
+        )
+        code = loop.run()
+        if loop.version.step >= config.trainer.steps:
+            _export(config, model.policy, groups, config.run.folder / "hf")
+        if chief is not None:
+            write_result(config.run.folder, chief.result(loop.version.step))
+        publisher.close()
+    return code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Model:
+    """What is built from the start model: the policy that learns and the reference that does not."""
+
+    architecture: Architecture
+    shape: ModelShape
+    head: HeadSettings
+    policy: Policy
+    reference: Reference
+
+
+def _build_model(config: Config, groups: Groups) -> _Model:
+    trainer, folder = config.trainer, config.start_model
+    architecture, shape = read_model(folder)
     head = HeadSettings(temperature=config.objective.temperature, vocab_size=shape.vocab_size)
     gpt = build_gpt(shape, trainer, groups)
-    load_hf(gpt, architecture, shape, config.start_model, groups)
-    policy = build_policy(gpt, trainer, trainer.optimizer, groups, trainer.steps)
-    reference = Reference(architecture, shape, trainer, config.start_model, head, groups)
-    shard = None
-    if groups.is_leader:
-        buffer = config.buffer
-        shard = ReplayShard(
-            max(1, buffer.capacity_rollouts // groups.dp_size),
-            buffer.per_prompt_rollouts,
-            drop_truncated=config.objective.truncated == "drop",
-        )
-    state = _restore(config, policy, shard, groups)
-    version = PolicyVersion(state.history.attempt, state.step)
-    start_weights = folder / "weights" / str(version)
-    _export(config, policy, groups, start_weights)
-
-    token = from_rank_0(secrets.token_hex(16) if groups.rank == 0 else None, groups)
-    receiver = RolloutReceiver(config.transport.host, token) if groups.is_leader else None
-    addresses = gather_on_all(receiver.address if receiver else "", groups)
-    control = _open_control(config, groups, addresses, token, state, version)
-    publisher = Publisher(
-        config=config.weights,
-        groups=groups,
+    load_hf(gpt, architecture, shape, folder, groups)
+    return _Model(
         architecture=architecture,
         shape=shape,
-        dtype=config.search.engine.dtype if config.search.engine.kind == "vllm" else trainer.dtype,
+        head=head,
+        policy=build_policy(gpt, trainer, trainer.optimizer, groups, trainer.steps),
+        reference=Reference(architecture, shape, trainer, folder, head, groups),
+    )
+
+
+def _build_shard(config: Config, groups: Groups) -> ReplayShard | None:
+    """On DP leaders: this replica's share of the buffer."""
+    if not groups.is_leader:
+        return None
+    return ReplayShard(
+        max(1, config.buffer.capacity_rollouts // groups.dp_size),
+        config.buffer.per_prompt_rollouts,
+        drop_truncated=config.objective.truncated == "drop",
+    )
+
+
+def _build_publisher(config: Config, groups: Groups, model: _Model, control: ControlServer | None) -> Publisher:
+    engine = config.search.engine
+    return Publisher(
+        config=config.weights,
+        groups=groups,
+        architecture=model.architecture,
+        shape=model.shape,
+        dtype=engine.dtype if isinstance(engine, VllmEngineConfig) else config.trainer.dtype,
         host=config.transport.host,
         control=control,
     )
-    sampler = make_sampler(config.buffer.sampler)
-    chief, log = None, None
-    if control is not None:
-        log = open_metric_log(
-            config.metrics,
-            folder,
-            first_step=state.step + 1 if state.step else 0,
-            total_steps=trainer.steps,
-            stream=sys.stdout,
-        )
-        chief = Chief(config=config, control=control, publisher=publisher, sampler=sampler, log=log, state=state)
-        write_rendezvous(
-            folder,
-            Rendezvous(
-                address=control.address,
-                token=token,
-                attempt=version.attempt,
-                weights=str(start_weights.resolve()),
-            ),
-        )
-    loop = TrainLoop(
-        config=config,
-        groups=groups,
-        policy=policy,
-        reference=reference,
-        loss=make_loss(config.objective.loss),
-        head=head,
-        sampler=sampler,
-        shard=shard,
-        receiver=receiver,
-        publisher=publisher,
-        chief=chief,
-        history=state.history,
-        step=state.step,
+
+
+def _open_log(config: Config, state: RunState) -> MetricLog:
+    return open_metric_log(
+        config.metrics,
+        config.run.folder,
+        first_step=state.step + 1 if state.step else 0,
+        total_steps=config.trainer.steps,
+        stream=sys.stdout,
     )
-    try:
-        code = loop.run()
-        if loop.version.step >= trainer.steps:
-            _export(config, policy, groups, folder / "hf")
-        if chief is not None:
-            write_result(folder, chief.result(loop.version.step))
-    finally:
-        if control is not None:
-            remove_rendezvous(folder)
-            control.close()
-        if log is not None:
-            log.close()
-        if receiver is not None:
-            receiver.close()
-    publisher.close()
-    return code
+
+
+def _announce(config: Config, control: ControlServer, token: str, state: RunState, weights: Path) -> None:
+    """Let searchers find this attempt."""
+    write_rendezvous(
+        config.run.folder,
+        Rendezvous(
+            address=control.address,
+            token=token,
+            attempt=state.history.attempt,
+            weights=str(weights.resolve()),
+        ),
+    )
 
 
 def _restore(config: Config, policy: Policy, shard: ReplayShard | None, groups: Groups) -> RunState:
@@ -165,7 +201,6 @@ def _open_control(
     addresses: list[str],
     token: str,
     state: RunState,
-    version: PolicyVersion,
 ) -> ControlServer | None:
     if groups.rank != 0:
         return None
@@ -176,7 +211,7 @@ def _open_control(
         lease_s=config.transport.lease_s,
         max_ahead_groups=config.max_ahead_groups,
         shards=tuple(addresses[rank] for rank in groups.leader_ranks),
-        newest=version,
+        newest=PolicyVersion(state.history.attempt, state.step),
         leases=PromptLeases(state.next_position, list(state.unfinished_prompts)),
     )
 

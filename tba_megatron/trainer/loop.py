@@ -1,4 +1,4 @@
-"""The trainer's loop: receive, add, decide, sample, pack, step, publish. Rank 0 decides, every rank follows."""
+"""The trainer's loop: receive, add, decide, publish, sample, pack, step. Rank 0 decides, every rank follows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tba_megatron.trainer.notes import DrawFacts, Note, draw_facts
 from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.reference import Reference
 from tba_megatron.trainer.step import HeadSettings, update
-from tba_megatron.transport.rollouts import RolloutReceiver
+from tba_megatron.transport.rollouts import RolloutInbox
 from tba_megatron.types import (
     Action,
     PolicyHistory,
@@ -54,7 +54,7 @@ class TrainLoop:
         head: HeadSettings,
         sampler: Sampler,
         shard: ReplayShard | None,
-        receiver: RolloutReceiver | None,
+        receiver: RolloutInbox | None,
         publisher: Publisher,
         chief: Chief | None,
         history: PolicyHistory,
@@ -75,12 +75,12 @@ class TrainLoop:
         while True:
             notes = gather_on_all(self._receive(), self._groups)
             plan = from_rank_0(self._chief.decide(notes, self._step) if self._chief else None, self._groups)
+            if plan.publish is not None:
+                self._publisher.publish(self._policy, self.version, plan.publish)
             if plan.action is Action.TRAIN:
                 self._train(plan, notes)
             if plan.action is Action.SAVE or plan.save:
                 self._save()
-            if plan.publish is not None:
-                self._publisher.publish(self._policy, self.version, plan.publish)
             if plan.action is Action.STOP:
                 self._finish()
                 return plan.exit_code

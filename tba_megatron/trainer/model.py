@@ -205,7 +205,7 @@ def build_policy(
         OptimizerConfig(
             optimizer="adam",
             lr=section.learning_rate,
-            min_lr=0.0,
+            min_lr=_final_rate(section),  # each parameter group's goes before the schedule's (0.16.1)
             weight_decay=section.weight_decay,
             adam_beta1=section.adam_beta1,
             adam_beta2=section.adam_beta2,
@@ -221,6 +221,11 @@ def build_policy(
     return Policy(gpt=gpt, ddp=ddp, optimizer=optimizer, scheduler=_scheduler(optimizer, section, steps))
 
 
+def _final_rate(section: OptimizerSection) -> float:
+    schedule = section.schedule
+    return section.learning_rate * (1.0 if schedule.kind == "constant" else schedule.final_fraction)
+
+
 def _scheduler(optimizer: MegatronOptimizer, section: OptimizerSection, steps: int) -> OptimizerParamScheduler:
     # Beside the learning rate it is what applies wd_mult: without it norms and biases would decay too (0.16.1).
     schedule = section.schedule
@@ -230,7 +235,7 @@ def _scheduler(optimizer: MegatronOptimizer, section: OptimizerSection, steps: i
         optimizer,
         init_lr=0.0,
         max_lr=section.learning_rate,
-        min_lr=section.learning_rate * (schedule.final_fraction if decays else 1.0),
+        min_lr=_final_rate(section),
         lr_warmup_steps=schedule.warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=schedule.kind,

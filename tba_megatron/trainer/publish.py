@@ -89,9 +89,11 @@ class Publisher:
         if self.busy or not members:
             return None
         wanted = tuple(sorted(m.searcher for m in members))
-        if not self._broken and wanted == self._cohort and version == self._last_version:
+        # A worker whose receive failed after the last bucket has left the group, though the sender saw no error.
+        whole = not self._broken and wanted == self._cohort and all(m.epoch == self._epoch for m in members)
+        if whole and version == self._last_version:
             return None
-        if self._broken or wanted != self._cohort:
+        if not whole:
             self._epoch += 1
             self._store, self._port = host_store(self._host, self._config.timeout_s)
             self._cohort, self._broken = wanted, False
@@ -212,13 +214,13 @@ class Publisher:
             failed = any(m.failure for m in here.values())
             return gone or failed or all(m.posted == snapshot.version for m in here.values())
 
-        in_time = self._control.wait_until(ready, self._config.timeout_s)
+        self._control.wait_until(ready, self._config.timeout_s)
         missing = []
         for searcher in cohort.searchers:
             member = self._control.member(searcher)
-            if member is None or member.gone or member.posted != snapshot.version:
+            if member is None or member.gone or member.failure or member.posted != snapshot.version:
                 missing.append(f"{searcher} ({(member and (member.failure or member.gone)) or 'silent'})")
-        group.store.set(str(snapshot.version), _NO_GO if missing or not in_time else _GO)
+        group.store.set(str(snapshot.version), _NO_GO if missing else _GO)
         if missing:
             raise WeightTransferError(f"not ready to receive: {', '.join(missing)}")
 

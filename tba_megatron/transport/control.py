@@ -12,8 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
-import msgspec
 import zmq
 
 from tba_megatron.errors import TransportError
@@ -94,6 +94,7 @@ class ControlServer:
         self._wake_in.bind(self._wake_address)
         self._wake_out = self._context.socket(zmq.PUSH)
         self._wake_out.connect(self._wake_address)
+        self.refused = 0  # messages that were none, came from a stranger, or lacked the run's token
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
         self._thread.start()
@@ -213,15 +214,17 @@ class ControlServer:
             while self._wake_in in ready and self._wake_in.poll(0):
                 self._wake_in.recv()
             while self._router in ready and self._router.poll(0):
-                peer, data = self._router.recv_multipart()
-                self._receive(peer, data)
+                peer, *frames = self._router.recv_multipart()
+                self._receive(peer, frames)
             self._tick()
         self._flush()
 
-    def _receive(self, peer: bytes, data: bytes) -> None:
+    def _receive(self, peer: bytes, frames: list[bytes]) -> None:
         try:
+            (data,) = frames
             message = decode_from_searcher(data)
-        except msgspec.DecodeError as error:
+        except ValueError as error:
+            self.refused += 1
             _log.warning("refused a control message: %s", error)
             return
         with self._changed:
@@ -229,10 +232,13 @@ class ControlServer:
                 self._hello(peer, message)
             elif peer in self._peers:
                 self._handle(self._peers[peer], message)
+            else:
+                self.refused += 1
             self._changed.notify_all()
 
     def _hello(self, peer: bytes, message: Hello) -> None:
-        if not hmac.compare_digest(message.token, self._token):
+        if not hmac.compare_digest(message.token.encode(), self._token.encode()):
+            self.refused += 1
             _log.warning("refused searcher %s of %s: it lacks the token of this run", message.searcher, message.host)
             self._router.send_multipart([peer, encode(Refused(reason="the token is not this run's"))])
             return
@@ -324,13 +330,28 @@ class ControlServer:
                     self._router.send_multipart([peers[searcher], encode(message)])
 
 
+class ControlChannel(Protocol):
+    """A searcher's side of the control channel, whatever carries it."""
+
+    def send(self, message: FromSearcher) -> None: ...
+
+    def poll(self, timeout_s: float = ...) -> list[ToSearcher]:
+        """What has arrived; waits up to ``timeout_s`` for a first message."""
+        ...
+
+    def close(self, linger_s: float = ...) -> None:
+        """Wait up to ``linger_s`` for what has not left yet."""
+        ...
+
+
 class ControlClient:
-    """A searcher's side; single-threaded: ``poll`` returns what has arrived without waiting longer than asked."""
+    """The ``ControlChannel`` over ZeroMQ; for one thread."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 2000)  # zmq's default would wait for a dead trainer for ever
         self._socket.connect(address)
 
     def send(self, message: FromSearcher) -> None:

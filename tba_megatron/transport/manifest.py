@@ -126,8 +126,13 @@ def check_layout(manifest: Manifest) -> None:
     """WeightTransferError unless every entry lies within its bucket and has the bytes that its shape asks for."""
     for entry in manifest.entries:
         dtype = getattr(torch, entry.dtype, None)
-        fits = entry.bucket < len(manifest.buckets) and (
-            entry.offset + entry.nbytes <= manifest.buckets[entry.bucket].nbytes
+        fits = 0 <= entry.bucket < len(manifest.buckets) and (
+            0 <= entry.offset <= entry.offset + entry.nbytes <= manifest.buckets[entry.bucket].nbytes
         )
-        if not isinstance(dtype, torch.dtype) or not fits or math.prod(entry.shape) * dtype.itemsize != entry.nbytes:
+        sized = isinstance(dtype, torch.dtype) and (
+            math.prod(entry.shape) * dtype.itemsize == entry.nbytes
+            and entry.offset % dtype.itemsize == 0
+            and min(entry.shape, default=0) >= 0
+        )
+        if not fits or not sized:
             raise WeightTransferError(f"version {manifest.version}: the manifest's entry for {entry.name} is damaged")

@@ -6,7 +6,11 @@ sides notice silence.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+VersionText = Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]+$")]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -23,7 +27,7 @@ class Hello(_Message, frozen=True):
     searcher: str
     host: str
     workers: int  # engine workers that join a broadcast group
-    version: str  # the weights it starts from
+    version: VersionText  # the weights it starts from
 
 
 class Heartbeat(_Message, frozen=True):
@@ -32,7 +36,7 @@ class Heartbeat(_Message, frozen=True):
     generated: int  # rollouts finished and scored so far, counted before they are sent
     busy_s: float
     idle_s: float
-    version: str
+    version: VersionText
     wanted_prompts: int  # beside those it holds
     received_prompts: int  # by leases so far, so that one under way is not asked for twice
 
@@ -40,23 +44,23 @@ class Heartbeat(_Message, frozen=True):
 class Posted(_Message, frozen=True):
     """All workers of the searcher are in the group and wait for the first bucket."""
 
-    version: str
+    version: VersionText
 
 
 class Applied(_Message, frozen=True):
     """The engine now generates with ``version``. ``pause_s``: how long generation stood still for it."""
 
-    version: str
+    version: VersionText
     pause_s: float
 
 
 class ReceiveFailed(_Message, frozen=True):
-    version: str
+    version: VersionText
     reason: str
 
 
 class Evaluated(_Message, frozen=True):
-    version: str
+    version: VersionText
     accuracy: float
     problems: int
     seconds: float
@@ -68,7 +72,7 @@ class SampleRollout(_Message, frozen=True):
     prompt: str
     completion: str
     reward: float
-    version: str
+    version: VersionText
 
 
 class Goodbye(_Message, frozen=True):
@@ -108,7 +112,7 @@ class Lease(_Message, frozen=True):
 class Offer(_Message, frozen=True):
     """A version is ready: join the group (when the epoch is new), post, and receive the manifest's buckets."""
 
-    version: str
+    version: VersionText
     manifest: bytes
     epoch: int
     host: str
@@ -121,7 +125,7 @@ class Offer(_Message, frozen=True):
 class Evaluate(_Message, frozen=True):
     """Drop what is in the engine and evaluate once the engine runs ``version``; no leases until then."""
 
-    version: str
+    version: VersionText
 
 
 class Stop(_Message, frozen=True):

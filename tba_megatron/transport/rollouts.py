@@ -12,6 +12,7 @@ import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Annotated, Protocol
 
 import msgspec
 import numpy as np
@@ -28,8 +29,8 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     lease: int
     searcher: str
     source: str
-    sequences: list[int]
-    lengths: list[int]
+    sequences: Annotated[list[int], msgspec.Meta(min_length=1)]
+    lengths: list[Annotated[int, msgspec.Meta(ge=0)]]
     rewards: list[float]
     stop_reasons: list[str]
     spans: list[list[tuple[str, int, int]]]
@@ -71,7 +72,7 @@ def encode_group(group: RolloutGroup) -> list[bytes]:
 
 
 def decode_group(frames: Sequence[bytes]) -> RolloutGroup:
-    """The group of ``encode_group``; ValueError or msgspec.DecodeError when the frames are not one."""
+    """The group of ``encode_group``; ValueError (msgspec.DecodeError is one) when the frames are not one."""
     if len(frames) != 4:
         raise ValueError(f"a group has 4 frames, not {len(frames)}")
     header = _decoder.decode(frames[0])
@@ -79,6 +80,8 @@ def decode_group(frames: Sequence[bytes]) -> RolloutGroup:
     if sum(header.lengths) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens for lengths that sum to {sum(header.lengths)}")
     logprobs = np.frombuffer(frames[3], "<f4").astype(np.float32) if header.has_logprobs else None
+    if logprobs is not None and len(logprobs) != len(tokens):
+        raise ValueError(f"{len(logprobs)} behaviour log-probs for {len(tokens)} tokens")
     ends = list(accumulate(header.lengths))
     rollouts = []
     rows = zip(
@@ -113,6 +116,29 @@ def decode_group(frames: Sequence[bytes]) -> RolloutGroup:
     )
 
 
+class RolloutInbox(Protocol):
+    """Where a shard's groups arrive. ``refused`` counts messages that were no group of this run."""
+
+    @property
+    def refused(self) -> int: ...
+
+    def drain(self) -> Iterator[RolloutGroup]:
+        """What has arrived, without waiting."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RolloutOutbox(Protocol):
+    """A searcher's way to the shards."""
+
+    def send(self, group: RolloutGroup) -> None: ...
+
+    def close(self, linger_s: float = ...) -> None:
+        """Wait up to ``linger_s`` for what has not left yet."""
+        ...
+
+
 class RolloutReceiver:
     """A shard's inbox: binds a free port of ``host``; ``drain`` returns what has arrived, without waiting."""
 
@@ -141,7 +167,7 @@ class RolloutReceiver:
                 continue
             try:
                 yield decode_group(frames)
-            except (ValueError, msgspec.DecodeError) as error:
+            except ValueError as error:
                 self.refused += 1
                 _log.warning("refused a rollout message: %s", error)
 
@@ -159,6 +185,7 @@ class RolloutSender:
         for address in addresses:
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 5000)  # zmq's default would wait for a dead trainer for ever
             socket.connect(address)
             self._sockets.append(socket)
 

@@ -47,6 +47,7 @@ def test_the_parallel_quickstart_is_the_quickstart_on_four_ranks():
         ("trainer", "steps"),
         ("trainer", "tensor_parallel"),
         ("trainer", "pipeline_parallel"),
+        ("trainer", "megatron_extra"),
     ]:
         changed[section][key] = one.model_dump()[section][key]
     assert changed == one.model_dump()

@@ -1,0 +1,242 @@
+"""Real vLLM engines in a child process, and the sender of weights on this side of the wire.
+
+vLLM starts torch.distributed and sets variables in the process it runs in, so no engine ever runs in the process of
+the tests. A test hands the child a function of its module; the child calls it with an engine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba_megatron.config import VllmEngineConfig
+from tba_megatron.search.engine import ReceiveState
+from tba_megatron.transport.manifest import Manifest, build_buckets, encode_manifest
+from tba_megatron.transport.messages import Offer
+from tba_megatron.transport.weights import Group, host_store, join_group, send_version
+from tba_megatron.types import PolicyVersion, TokenIds
+
+VOCAB = 18  # vLLM pads it to 64
+MAX_LENGTH = 320  # two blocks of vLLM's cache on CPU, and some
+LIMIT_S = 240.0  # only against a hang
+TIMEOUT_S = 20.0
+FIRST = PolicyVersion(0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """An engine that the child builds when it is first used."""
+
+    folder: Path
+    behaviour_logprobs: bool
+
+
+def hf_model(*, tied: bool, seed: int):
+    """A Qwen2 of 18 tokens with heads of 32; weights wide enough that two seeds differ by whole nats."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )
+    config.eos_token_id, config.pad_token_id, config.bos_token_id = 1, 0, None
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    return model
+
+
+def named_tensors(model) -> list[tuple[str, Tensor]]:
+    """What a trainer sends: every parameter once, the head of a tied model never."""
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+@torch.no_grad()
+def hf_logprobs(model, sequence: TokenIds, temperature: float = 1.0) -> np.ndarray:
+    """log p of each token given those before it, in one forward without a cache; [T - 1]."""
+    ids = torch.from_numpy(sequence.astype(np.int64))
+    logprobs = torch.log_softmax(model(ids[None]).logits[0].float() / temperature, -1)
+    return logprobs[:-1].gather(1, ids[1:, None])[:, 0].numpy()
+
+
+class EngineChild:
+    """Owns the process. ``call`` runs ``function(engine, *args)`` there; what it raises is raised here."""
+
+    def __init__(self, specs: dict[str, EngineSpec]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, specs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, engine: str, function: Callable[..., Any], *args: Any) -> Any:
+        self._connection.send((engine, function, args))
+        if not self._connection.poll(LIMIT_S):
+            self._process.kill()  # a late answer would be taken for that of the next call
+            raise AssertionError(f"{function.__name__} did not end within {LIMIT_S} s")
+        error, where, result = self._connection.recv()
+        if error is not None:
+            error.add_note(where)
+            raise error
+        return result
+
+    def close(self) -> None:
+        self._process.kill()  # it has nothing to save
+        self._process.join()
+        self._connection.close()
+
+
+def _serve(connection: Connection, specs: dict[str, EngineSpec]) -> None:
+    from tba_megatron.dist import prepare_searcher_environment
+
+    prepare_searcher_environment(threads=1)
+    torch.set_num_threads(1)
+    engines: dict[str, Any] = {}
+    while True:
+        try:
+            name, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            if name not in engines:
+                engines[name] = _build(specs[name])
+            connection.send((None, "", function(engines[name], *args)))
+        except Exception as error:
+            connection.send((error, traceback.format_exc(), None))
+
+
+def _build(spec: EngineSpec):
+    from tba_megatron.search.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        spec.folder,
+        VllmEngineConfig(max_sequences=64, kv_cache_bytes=32 << 20),
+        version=FIRST,
+        max_length=MAX_LENGTH,
+        seed=0,
+        behaviour_logprobs=spec.behaviour_logprobs,
+    )
+
+
+# ---- called in the child
+
+
+def begin(engine, offer: Offer) -> None:
+    engine.begin_receive(offer, TIMEOUT_S)
+
+
+def wait_for(engine, *states: ReceiveState) -> tuple[ReceiveState, str]:
+    """The first of ``states`` that a receive reaches, with its reason."""
+    deadline = time.monotonic() + LIMIT_S / 2
+    while time.monotonic() < deadline:
+        status = engine.poll_receive()
+        if status.state in (*states, ReceiveState.FAILED):
+            return status.state, status.reason
+        time.sleep(0.002)
+    raise AssertionError(f"{status.state} after {LIMIT_S / 2} s, not {states}")
+
+
+def apply(engine) -> None:
+    engine.apply()
+
+
+def version_of(engine) -> PolicyVersion:
+    return engine.version
+
+
+def score(engine, sequences: Sequence[TokenIds]) -> list[np.ndarray]:
+    return engine.score(sequences)
+
+
+# ---- the sender
+
+
+class Sender:
+    """Rank 0 of the broadcast groups, as the trainer is; one receiver. Versions go to one engine of the child."""
+
+    def __init__(self, child: EngineChild, engine: str) -> None:
+        self.child, self.engine = child, engine
+        self._store = None
+        self._port = 0
+        self._epoch = -1
+        self.group: Group | None = None
+
+    def new_epoch(self) -> None:
+        """The next version goes through a new group."""
+        self.close()
+        # One number for all senders: two epochs of an engine are never equal.
+        self._epoch = time.monotonic_ns()
+        self._store, self._port = host_store("127.0.0.1", TIMEOUT_S)
+
+    def offer(self, manifest: Manifest) -> Offer:
+        return Offer(
+            version=manifest.version,
+            manifest=encode_manifest(manifest),
+            epoch=self._epoch,
+            host="127.0.0.1",
+            port=self._port,
+            rank=1,
+            world_size=2,
+            backend="gloo",
+        )
+
+    def join(self) -> Group:
+        if self.group is None:
+            self.group = join_group(
+                host="127.0.0.1",
+                port=self._port,
+                epoch=self._epoch,
+                rank=0,
+                world_size=2,
+                backend="gloo",
+                timeout_s=TIMEOUT_S,
+                store=self._store,
+            )
+        return self.group
+
+    def post(self, manifest: Manifest) -> Group:
+        """Offer, join, and wait until the receiver waits for the first bucket."""
+        self.child.call(self.engine, begin, self.offer(manifest))
+        group = self.join()
+        state, reason = self.child.call(self.engine, wait_for, ReceiveState.POSTED)
+        assert state is ReceiveState.POSTED, reason
+        return group
+
+    def stage(
+        self, version: PolicyVersion, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int
+    ) -> tuple[ReceiveState, str]:
+        """Send a version into staging; how the receive ended."""
+        manifest, buckets = build_buckets(version, tensors, bucket_bytes, owner=0)
+        send_version(self.post(manifest), manifest, buckets)
+        return self.child.call(self.engine, wait_for, ReceiveState.STAGED)
+
+    def publish(
+        self, version: PolicyVersion, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = 64 << 20
+    ) -> None:
+        state, reason = self.stage(version, tensors, bucket_bytes)
+        assert state is ReceiveState.STAGED, reason
+        self.child.call(self.engine, apply)
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.close()
+        self.group = self._store = None

@@ -1,0 +1,92 @@
+"""The whole launch with the fake engine: every process and every wire is real, only the engine is not.
+
+Real weights and real learning are in test_quickstart.py.
+"""
+
+import re
+
+import pytest
+from launching import (
+    FAKE,
+    ROOT,
+    SUMMARY_KEYS,
+    contents,
+    ledger_gap,
+    processes_of,
+    records,
+    shared_memory,
+    steps,
+    summary_of,
+    tba,
+)
+
+SETTINGS = (
+    FAKE,
+    "sft.steps=3",
+    "trainer.steps=4",
+    "evaluation.problems=16",
+    "metrics.sample_rollouts_every_steps=2",
+    "transport.heartbeat_s=0.02",  # samples travel with heartbeats
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder, before = tmp_path_factory.mktemp("run"), shared_memory()
+    done = tba("launch", folder, *SETTINGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done, before
+
+
+def test_a_launch_writes_a_summary_whose_ledger_adds_up(run):
+    folder, done, _ = run
+    summary = summary_of(folder)
+    assert summary.keys() >= SUMMARY_KEYS
+    assert (summary["complete"], summary["steps"], summary["attempt"]) == (True, 4, 0)
+    assert summary["accuracy_before"] is not None and summary["accuracy_after"] is not None
+    assert summary["rollouts_generated"] > 0 and summary["rollouts_trained"] > 0
+    assert (ledger_gap(summary), summary["rollouts_in_flight"], summary["rollouts_lost"]) == (0, 0, 0)
+    assert summary["weight_versions"] >= 1
+    assert (done.stderr, done.stdout.count("summary")) == ("", 1)
+
+
+def test_metrics_have_one_line_a_step_and_a_table_of_rollouts(run):
+    folder, _, _ = run
+    assert steps(folder) == [1, 2, 3, 4]
+    assert list(records(folder, "sft/nll", "sft-log")) == [1, 2, 3]
+    assert '"tag": "rollouts/sample"' in (folder / "metrics.jsonl").read_text()
+
+
+def test_nothing_of_a_launch_is_left(run):
+    folder, _, before = run
+    assert processes_of(folder) == []
+    assert shared_memory() <= before
+    assert not (folder / "rendezvous.json").exists()
+    assert list(folder.glob(".store-*")) == []
+
+
+def test_the_readme_lists_what_a_run_leaves(run):
+    table = (ROOT / "README.md").read_text().partition("| in the run folder | is |")[2].partition("\n\n")[0]
+    listed = {name.rstrip("/") for name in re.findall(r"^\| `([^`]+)` \|", table, flags=re.M)}
+    assert listed == {path.name for path in run[0].iterdir()}
+
+
+def test_a_complete_run_is_left_as_it_is(run):
+    folder, first, _ = run
+    before = contents(folder)
+    again = tba("launch", folder, *SETTINGS)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "is complete" in again.stdout
+    assert again.stdout.partition("summary")[2] == first.stdout.partition("summary")[2]
+    assert contents(folder) == before
+
+
+def test_a_run_folder_with_another_configuration_is_refused_by_its_keys(run):
+    folder, _, _ = run
+    before = contents(folder)
+    refused = tba("launch", folder, *SETTINGS, "objective.loss.beta=0.2", "run.seed=3")
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert "run.seed is 0 there and 3 here" in line
+    assert "objective.loss.beta is 0.1 there and 0.2 here" in line
+    assert contents(folder) == before

@@ -1,0 +1,132 @@
+"""What the trainer thinks of a text is what vLLM thinks of it, once the publisher has sent its weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from engine_child import VOCAB, EngineChild, apply, begin, hf_model, score, version_of, wait_for
+from ranks import run_ranks
+
+from tba_megatron.config import WeightsConfig
+from tba_megatron.packing import pack
+from tba_megatron.search.engine import ReceiveState
+from tba_megatron.trainer.exchange import from_rank_0
+from tba_megatron.trainer.model import to_device
+from tba_megatron.trainer.publish import Publisher
+from tba_megatron.trainer.step import token_logprobs
+from tba_megatron.transport.control import ControlClient, ControlServer
+from tba_megatron.transport.messages import Applied, Goodbye, Hello, Offer, Posted, ToSearcher
+from tba_megatron.transport.registry import PromptLeases
+from tba_megatron.types import PolicyVersion, TrainGroup
+
+TOLERANCE = 1e-3  # nats, float32
+LIMIT_S = 60.0  # only against a hang
+TOKEN = "of-this-run"
+NEW = PolicyVersion(3, 1)
+TEXTS = [np.random.default_rng(s).integers(2, VOCAB, n).astype(np.int32) for s, n in enumerate((4, 17, 50))]
+
+
+# ---- on the trainer's ranks
+
+
+def publish_and_score(groups, folder: Path, meeting: Path) -> list[np.ndarray]:
+    """Publish the policy to the one searcher that comes; the policy's own log-probs, on the last stage."""
+    rank = tiny.Rank(groups, tiny.trainer_config(groups.tp_size, groups.pp_size), folder)
+    control = open_control(meeting) if groups.rank == 0 else None
+    publisher = Publisher(
+        config=WeightsConfig(bucket_bytes=4096, timeout_s=LIMIT_S),
+        groups=groups,
+        architecture=rank.architecture,
+        shape=rank.shape,
+        dtype="float32",
+        host="127.0.0.1",
+        control=control,
+    )
+    plan = from_rank_0(publisher.plan(control.members(), NEW) if control else None, groups)
+    publisher.publish(rank.policy, NEW, plan)
+    own = [logprobs_of(rank, text) for text in TEXTS]
+    publisher.close()
+    assert (publisher.published, publisher.failed) == (int(groups.is_stage_leader), 0)
+    if control is not None:
+        assert control.wait_until(lambda members: not members, LIMIT_S)
+        control.close()
+    return own
+
+
+def open_control(meeting: Path) -> ControlServer:
+    control = ControlServer(
+        host="127.0.0.1",
+        port=0,
+        token=TOKEN,
+        lease_s=LIMIT_S,
+        max_ahead_groups=1,
+        shards=(),
+        newest=PolicyVersion(0, 0),
+        leases=PromptLeases(),
+    )
+    meeting.with_suffix(".partial").write_text(control.address)
+    meeting.with_suffix(".partial").rename(meeting)
+    assert control.wait_until(lambda members: bool(members), LIMIT_S)
+    return control
+
+
+def logprobs_of(rank: tiny.Rank, text: np.ndarray) -> np.ndarray:
+    """log p of all tokens but the first, which serves as the prompt."""
+    group = TrainGroup(
+        prompt_id="p", prompt_token_ids=text[:1], rollouts=(tiny.rollout(0, text[1:], 0.0),), copies=(2,)
+    )
+    (packed,) = pack([group], 1024, 1, reference_version=0)
+    batch = to_device(packed.microbatch, rank.groups.device)
+    found = token_logprobs(rank.policy.gpt, [batch], rank.head, rank.groups)
+    return found[0].numpy() if rank.groups.is_last_stage else np.empty(0)
+
+
+# ---- the searcher's side of the control channel, in front of the engine
+
+
+def take_one_version(engines: EngineChild, name: str, meeting: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not meeting.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    client = ControlClient(meeting.read_text())
+    client.send(Hello(token=TOKEN, searcher="s", host="h", workers=1, version=str(engines.call(name, version_of))))
+    offer = hear_offer(client)
+    engines.call(name, begin, offer)
+    assert engines.call(name, wait_for, ReceiveState.POSTED)[0] is ReceiveState.POSTED
+    client.send(Posted(version=offer.version))
+    assert engines.call(name, wait_for, ReceiveState.STAGED)[0] is ReceiveState.STAGED
+    engines.call(name, apply)
+    client.send(Applied(version=offer.version, pause_s=0.0))
+    client.send(Goodbye(generated=0, busy_s=0.0, idle_s=0.0))
+    client.close()
+
+
+def hear_offer(client: ControlClient) -> Offer:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        messages: list[ToSearcher] = client.poll(0.1)
+        for message in messages:
+            if isinstance(message, Offer):
+                return message
+    raise AssertionError("nothing was offered")
+
+
+@pytest.mark.parametrize(("name", "pp"), [("tied", 1), ("tied", 2), ("untied", 2)])
+def test_after_a_publish_trainer_and_engine_agree_on_every_token(engines, tmp_path, name, pp):
+    hf_model(tied=name == "tied", seed=10 + pp).save_pretrained(tmp_path / "policy")
+    meeting = tmp_path / "address"
+    searcher = threading.Thread(target=take_one_version, args=(engines, name, meeting), daemon=True)
+    before = engines.call(name, score, TEXTS)
+    searcher.start()
+    trainers = run_ranks(publish_and_score, tmp_path / "policy", meeting, pp=pp)[-1]
+    searcher.join(LIMIT_S)
+    assert engines.call(name, version_of) == NEW
+    after = engines.call(name, score, TEXTS)
+    for old, new, own in zip(before, after, trainers, strict=True):
+        np.testing.assert_allclose(own, new, atol=TOLERANCE)
+        assert np.abs(new - old).max() > 0.1

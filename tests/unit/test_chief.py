@@ -1,0 +1,410 @@
+"""Rank 0's decisions: what happens next, from every rank's note and what the searchers say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ranks  # noqa: F401  (changes Megatron before it is imported)
+
+from tba_megatron.buffer.ledger import ShardCounts
+from tba_megatron.buffer.sampler import make_sampler
+from tba_megatron.config_load import load_config
+from tba_megatron.trainer import chief as chief_module
+from tba_megatron.trainer.checkpoint import RunState
+from tba_megatron.trainer.chief import Chief, quantile
+from tba_megatron.trainer.notes import DrawFacts, Note
+from tba_megatron.trainer.step import Update
+from tba_megatron.transport.messages import Evaluate, Evaluated
+from tba_megatron.transport.registry import Member, State
+from tba_megatron.types import Action, CohortPlan, PolicyVersion, ShardReport
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+COHORT = CohortPlan(epoch=0, host="127.0.0.1", port=1, searchers=("a",), receivers=1)
+ENOUGH = 8  # prompts a step
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Control:
+    """What ``ControlServer`` knows and was told, without a network."""
+
+    def __init__(self) -> None:
+        self.fleet: list[Member] = []
+        self.sent: list[tuple[str, object]] = []
+        self.evaluations: list[Evaluated] = []
+        self.noted: list[tuple[dict[int, int], int]] = []
+        self.granting = True
+        self.stopped = False
+
+    def members(self):
+        return [m for m in self.fleet if m.gone is None]
+
+    def send(self, searcher, message):
+        self.sent.append((searcher, message))
+        self.change(searcher, evaluating=True)
+
+    def change(self, searcher, **changes):
+        self.fleet = [replace(m, **changes) if m.searcher == searcher else m for m in self.fleet]
+
+    def note(self, *, arrived, fresh_groups):
+        self.noted.append((arrived, fresh_groups))
+
+    def take_evaluations(self):
+        done, self.evaluations = self.evaluations, []
+        return done
+
+    def generated(self):
+        gone = frozenset(m.searcher for m in self.fleet if m.gone is not None)
+        return {m.searcher: m.generated for m in self.fleet}, gone
+
+    def stop_granting(self):
+        self.granting = False
+
+    def stop_searchers(self, reason):
+        self.stopped = True
+
+    def times(self):
+        return 3.0, 1.0
+
+    def totals(self):
+        return len(self.fleet), sum(m.gone is State.LOST for m in self.fleet)
+
+    def unfinished_prompts(self):
+        return 40, [(8, 4)]
+
+    def outstanding_prompts(self):
+        return 4
+
+    def take_samples(self):
+        return []
+
+
+class Publisher:
+    published, failed, last_sync_s, last_snapshot_s = 2, 1, 0.5, 0.25
+
+    def __init__(self) -> None:
+        self.asked: list[PolicyVersion] = []
+
+    def plan(self, members, version):
+        self.asked.append(version)
+        return COHORT if any(m.version != version for m in members) else None
+
+
+class Log:
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict]] = []
+
+    def log(self, step, metrics):
+        self.rows.append((step, dict(metrics)))
+
+    def table(self, *args):
+        raise AssertionError("no samples were there")
+
+
+def member(searcher="a", version=None, **fields) -> Member:
+    return Member(
+        searcher=searcher,
+        host="h",
+        workers=1,
+        version=version or PolicyVersion(0, 0),
+        joined_s=0.0,
+        heard_s=0.0,
+        **({"epoch": 0} | fields),
+    )
+
+
+class Desk:
+    """A chief with everything around it."""
+
+    def __init__(self, tmp_path, *overrides: str, state: RunState | None = None) -> None:
+        fixed = [f"run.folder={tmp_path}", "trainer.steps=4", f"trainer.prompts_per_step={ENOUGH}"]
+        buffer = ["buffer.fresh_prompts_per_step=0", "evaluation.problems=0"]
+        self.config = load_config(QUICKSTART, [*fixed, *buffer, *overrides])
+        self.control, self.publisher, self.log = Control(), Publisher(), Log()
+        self.control.fleet = [member()]
+        self.chief = Chief(
+            config=self.config,
+            control=self.control,
+            publisher=self.publisher,
+            sampler=make_sampler(self.config.buffer.sampler),
+            log=self.log,
+            state=state or run_state(),
+        )
+
+    def decide(self, step=0, prompts=ENOUGH, *, fresh=None, signals=(0,), counts=None, arrived=None):
+        fresh = prompts if fresh is None else fresh
+        report = ShardReport(n_prompts=prompts, n_recent=prompts, n_fresh=fresh, n_rollouts=8 * prompts, bytes=0)
+        leader = Note(signal=signals[0], report=report, counts=counts or shard_counts(), arrived=arrived or {})
+        return self.chief.decide([leader, *(Note(signal=s) for s in signals[1:])], step)
+
+    def evaluated(self, version: str, accuracy: float, searcher="a") -> None:
+        self.control.change(searcher, evaluating=False)
+        self.control.evaluations.append(Evaluated(version=version, accuracy=accuracy, problems=10, seconds=1.0))
+
+    def asked(self) -> list[tuple[str, str]]:
+        return [(to, message.version) for to, message in self.control.sent if isinstance(message, Evaluate)]
+
+
+def run_state(step=0, base_steps=(0,), **fields) -> RunState:
+    return RunState(
+        step=step,
+        base_steps=base_steps,
+        **({"data_parallel": 1, "next_position": 0, "unfinished_prompts": [], "generated": {}} | fields),
+    )
+
+
+def shard_counts(received=None, **fields) -> ShardCounts:
+    zero = dict.fromkeys(("held_untrained", "trained", "duplicate", "evicted_untrained", "invalid", "redelivered"), 0)
+    return ShardCounts(received=received or {}, invalid_reasons={}, **(zero | fields))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(chief_module, "time", clock)
+    return clock
+
+
+# ---- train or wait
+
+
+def test_it_trains_when_the_shards_hold_enough_and_waits_otherwise(tmp_path):
+    desk = Desk(tmp_path)
+    assert desk.decide(prompts=ENOUGH - 1).action is Action.WAIT
+    plan = desk.decide()
+    assert (plan.action, plan.step, plan.save) == (Action.TRAIN, 1, False)
+
+
+def test_training_begins_with_initial_groups_and_goes_on_with_less(tmp_path):
+    desk = Desk(tmp_path, "buffer.initial_groups=16", "search.max_ahead_steps=2")
+    assert desk.decide(0, ENOUGH).action is Action.WAIT
+    assert desk.decide(0, 16).action is Action.TRAIN
+    assert desk.decide(1, ENOUGH).action is Action.TRAIN
+
+
+def test_fresh_prompts_are_waited_for(tmp_path):
+    desk = Desk(tmp_path, "buffer.fresh_prompts_per_step=4")
+    assert desk.decide(0, fresh=3).action is Action.WAIT
+    assert desk.decide(0, fresh=4).action is Action.TRAIN
+
+
+def test_each_step_has_a_seed_of_its_own_that_a_rerun_repeats(tmp_path):
+    seeds = [[Desk(tmp_path / str(i)).decide(step).seed for step in range(4)] for i in range(2)]
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 4
+    assert Desk(tmp_path / "other", "run.seed=1").decide().seed not in seeds[0]
+
+
+def test_what_a_step_draws_is_no_longer_fresh(tmp_path):
+    desk = Desk(tmp_path)
+    desk.decide(prompts=ENOUGH + 3, arrived={7: 2})
+    desk.chief.note_drawn(ENOUGH)
+    assert desk.control.noted == [({7: 2}, ENOUGH + 3), ({}, 3)]
+
+
+# ---- save, publish, stop
+
+
+def test_it_saves_every_so_many_steps(tmp_path):
+    desk = Desk(tmp_path, "trainer.save_every_steps=2")
+    assert [desk.decide(step).save for step in range(4)] == [False, True, False, True]
+    assert desk.decide(4).save is False  # the last step has been saved
+
+
+def test_a_searcher_with_old_weights_gets_the_policy_of_now(tmp_path):
+    desk = Desk(tmp_path)
+    assert desk.decide(0).publish is None
+    assert desk.decide(1).publish is COHORT
+    assert desk.publisher.asked[-1] == PolicyVersion(0, 1)
+
+
+def test_versions_between_two_publishes_are_only_for_newcomers(tmp_path):
+    desk = Desk(tmp_path, "weights.publish_every_steps=2")
+    assert [desk.decide(step).publish for step in range(3)] == [None, None, COHORT]
+    desk.control.change("a", epoch=-1)
+    assert desk.decide(3).publish is COHORT
+
+
+def test_who_evaluates_is_left_alone(tmp_path):
+    desk = Desk(tmp_path)
+    desk.control.change("a", evaluating=True)
+    assert desk.decide(1).publish is None
+
+
+@pytest.mark.parametrize("signals", [(15,), (0, 15), (0, 0, 10)])
+def test_a_signal_on_any_rank_saves_and_stops_all(signals, tmp_path):
+    desk = Desk(tmp_path)
+    desk.decide(0)
+    plan = desk.decide(1, signals=signals)
+    assert (plan.action, plan.save, plan.exit_code) == (Action.STOP, True, 0)
+    result = desk.chief.result(1)
+    assert not result.complete and result.stopped_by_signal == max(signals)
+
+
+def test_a_signal_right_after_a_save_does_not_save_again(tmp_path):
+    desk = Desk(tmp_path, "trainer.save_every_steps=1")
+    desk.decide(0)
+    plan = desk.decide(1, signals=(15,))
+    assert (plan.action, plan.save) == (Action.STOP, False)
+
+
+# ---- evaluation and the end
+
+
+def test_the_first_policy_is_measured_once_by_one_searcher(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10")
+    desk.control.fleet = [member("a"), member("b")]
+    desk.decide(0, 0)
+    desk.decide(0, 0)
+    assert desk.asked() == [("a", "0.0")]
+    desk.evaluated("0.0", 0.25)
+    desk.decide(0, 0)
+    assert desk.chief.result(0).accuracy_before == 0.25
+    assert desk.log.rows == [(0, {"eval/accuracy": 0.25, "eval/problems": 10})]
+
+
+def test_a_restart_before_the_first_checkpoint_still_measures_before_and_after(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10", state=run_state(base_steps=(0, 0)))
+    desk.control.fleet = [member(version=PolicyVersion(1, 0))]
+    desk.decide(0)
+    desk.evaluated("1.0", 0.25)
+    desk.decide(0)
+    result = desk.chief.result(0)
+    assert (result.accuracy_before, result.accuracy_after) == (0.25, None)
+
+
+def test_the_end_publishes_measures_once_and_stops(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10")
+    plan = desk.decide(4)
+    assert (plan.action, plan.publish, desk.control.granting) == (Action.WAIT, COHORT, False)
+    desk.control.change("a", version=PolicyVersion(0, 4))
+    assert desk.decide(4).action is Action.WAIT
+    assert desk.decide(4).publish is None
+    assert desk.asked() == [("a", "0.4")]
+    desk.evaluated("0.4", 0.75)
+    plan = desk.decide(4)
+    assert (plan.action, plan.save) == (Action.STOP, True)
+    result = desk.chief.result(4)
+    assert result.complete and result.accuracy_after == 0.75
+
+
+def test_the_end_without_evaluation_is_at_once(tmp_path):
+    plan = Desk(tmp_path).decide(4)
+    assert (plan.action, plan.save) == (Action.STOP, True)
+
+
+def test_another_searcher_measures_when_the_one_that_was_asked_is_lost(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10")
+    final = PolicyVersion(0, 4)
+    desk.control.fleet = [member("a", final), member("b", final)]
+    desk.decide(4)
+    desk.control.change("a", gone=State.LOST)
+    desk.decide(4)
+    assert desk.asked() == [("a", "0.4"), ("b", "0.4")]
+
+
+def test_the_end_does_not_wait_for_searchers_that_never_come(clock, tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10")
+    desk.control.fleet = []
+    assert desk.decide(4).action is Action.WAIT
+    clock.now_s += desk.config.transport.lease_s + 1
+    assert desk.decide(4).action is Action.STOP
+    assert desk.chief.result(4).accuracy_after is None
+
+
+def test_a_run_of_no_steps_is_measured_and_stops(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10", "trainer.steps=0")
+    assert desk.decide(0).action is Action.WAIT
+    desk.evaluated("0.0", 0.5)
+    assert desk.decide(0).action is Action.STOP
+
+
+# ---- the books
+
+
+def test_the_books_close_when_all_are_gone_and_all_has_arrived(clock, tmp_path):
+    desk = Desk(tmp_path)
+    desk.control.change("a", generated=5)
+    desk.decide(4)
+    desk.chief.dismiss_searchers()
+    assert desk.control.stopped
+    four = [Note(counts=shard_counts({"a": 4}, held_untrained=4))]
+    five = [Note(counts=shard_counts({"a": 5}, held_untrained=5))]
+    assert not desk.chief.books_closed(four)
+    desk.control.change("a", gone=State.LEFT)
+    assert not desk.chief.books_closed(four)  # said goodbye, but one rollout is still in the network
+    assert desk.chief.books_closed(five)
+
+
+def test_the_books_close_late_when_a_searcher_does_not_leave(clock, tmp_path, caplog):
+    desk = Desk(tmp_path)
+    desk.chief.dismiss_searchers()
+    assert not desk.chief.books_closed([Note()])
+    clock.now_s += chief_module.GOODBYE_S + 1
+    assert desk.chief.books_closed([Note()])
+    assert "did not leave" in caplog.text
+
+
+def test_the_ledger_adds_up_over_shards_restarts_and_the_lost(tmp_path):
+    desk = Desk(tmp_path, state=run_state(1, (0, 1), generated={"old": 10}))
+    desk.control.fleet = [member("a", generated=7), member("b", generated=6, gone=State.LOST)]
+    shards = [
+        shard_counts({"old": 9, "a": 3}, held_untrained=5, trained=6, duplicate=1),
+        shard_counts({"a": 2, "b": 4}, held_untrained=3, evicted_untrained=2, invalid=1),
+    ]
+    report = ShardReport(n_prompts=9, n_recent=9, n_fresh=9, n_rollouts=8, bytes=0)
+    desk.chief.decide([Note(report=report, counts=counts) for counts in shards], 1)
+    ledger = desk.chief.ledger()
+    assert (ledger.generated, ledger.in_flight, ledger.lost, ledger.gap) == (23, 2, 3, 0)
+    result = desk.chief.result(1)
+    states = ("in_flight", "held_untrained", "trained", "discarded", "lost")
+    assert result.rollouts_generated == sum(getattr(result, f"rollouts_{state}") for state in states)
+
+
+def test_a_step_is_reported_with_the_facts_of_all_shards(tmp_path):
+    desk = Desk(tmp_path)
+    desk.decide(0)
+    names = ("reward", "loss", "kl", "log_z", "residual_square", "abs_advantage", "equal_rewards")
+    lengths = ("completion_tokens", "max_completion_tokens")
+    done = Update(skipped=True, grad_norm=float("inf"), learning_rate=0.1, statistics=dict.fromkeys(names + lengths, 1))
+    facts = [draw_facts({0: 6, 2: 2}, tokens=30), draw_facts({0: 4}, off_branch=4, truncated=4, tokens=10)]
+    desk.chief.report(1, done, facts, 2.0)
+    step, metrics = desk.log.rows[-1]
+    assert step == 1 and metrics["optim/skipped_total"] == 1
+    assert (metrics["age/p50"], metrics["age/p95"], metrics["age/max"]) == (0, 2, 2)
+    assert metrics["age/off_branch_frac"] == metrics["rollout/truncated_frac"] == 0.25
+    assert metrics["throughput/train_tok_s"] == 20
+    assert metrics["fleet/idle_frac"] == 0.25
+    state = desk.chief.run_state(1)
+    assert (state.step, state.skipped_steps, state.train_s, state.ages) == (1, 1, 2.0, {0: 10, 2: 2})
+    assert (state.next_position, state.unfinished_prompts, state.versions) == (40, [(8, 4)], 2)
+
+
+def draw_facts(ages, *, off_branch=0, truncated=0, tokens=0) -> DrawFacts:
+    from collections import Counter
+
+    return DrawFacts(
+        ages=Counter(ages), off_branch=off_branch, truncated=truncated, empty=0, with_replacement=0, tokens=tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "q", "expected"),
+    [
+        ({}, 0.5, 0),
+        ({3: 1}, 0.5, 3),
+        ({0: 5, 1: 5}, 0.5, 0),
+        ({0: 4, 1: 6}, 0.5, 1),
+        ({2: 1, 0: 1, 7: 1}, 1.0, 7),
+        ({0: 95, 9: 5}, 0.95, 0),
+    ],
+)
+def test_quantile_is_the_smallest_value_with_that_share_at_or_below(counts, q, expected):
+    assert quantile(counts, q) == expected

@@ -1,0 +1,481 @@
+"""A searcher's life, first with an in-process trainer that follows a script, then in a process of its own."""
+
+import dataclasses
+import gc
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tba_megatron.config import Config, CopyTask, FakeEngineConfig
+from tba_megatron.errors import TransportError
+from tba_megatron.models.tokenizer import HfTokenizer
+from tba_megatron.search.fake_engine import FakeEngine
+from tba_megatron.search.searcher import TRAINER_GONE, Searcher
+from tba_megatron.tasks.registry import make_task
+from tba_megatron.transport.control import ControlClient, ControlServer
+from tba_megatron.transport.memory import MemoryControl, MemoryRollouts
+from tba_megatron.transport.messages import (
+    Beat,
+    Evaluate,
+    Evaluated,
+    FromSearcher,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lease,
+    Refused,
+    SampleRollout,
+    Stop,
+    ToSearcher,
+    Welcome,
+)
+from tba_megatron.transport.registry import PromptLeases
+from tba_megatron.transport.rollouts import RolloutReceiver, RolloutSender
+from tba_megatron.types import PolicyVersion, RolloutGroup, RolloutId, StopReason
+
+MODEL = Path(__file__).parents[2] / "configs" / "tiny_qwen2"
+TOKENIZER = HfTokenizer(MODEL)
+TASK = make_task(CopyTask(length=2), TOKENIZER, 0, 16)
+TOKEN = "of-this-run"
+V0 = PolicyVersion(0, 0)
+S = 3  # completions for each prompt
+
+
+@pytest.fixture
+def weights(tmp_path):
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def handlers():
+    """A searcher that runs in this process takes its signal handlers away again."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def config_of(**overrides) -> Config:
+    sections = {
+        "run": {"folder": "unused"},
+        "model": {"path": str(MODEL), "max_length": 16},
+        "task": {"kind": "copy", "length": 2},
+        "trainer": {"optimizer": {"learning_rate": 1e-3}, "prompts_per_step": 4},
+        "objective": {"loss": {"kind": "tb_vargrad", "beta": 0.1}},
+        "transport": {"heartbeat_s": 0.01, "lease_s": 10.0},
+        "search": {
+            "engine": {"kind": "fake"},
+            "completions_per_prompt": S,
+            "max_new_tokens": 6,
+            "prompts_in_engine": 4,
+        },
+        "evaluation": {"problems": 5, "samples_per_problem": 2},
+    }
+    for section, values in overrides.items():
+        sections[section] = sections[section] | values
+    return Config.model_validate(sections)
+
+
+def right_answer(prompt: np.ndarray) -> np.ndarray:
+    return prompt[:-1]
+
+
+def fake_engine(weights: Path, kind: type[FakeEngine] = FakeEngine, **config) -> FakeEngine:
+    return kind(weights, FakeEngineConfig(**config), version=V0, seed=0, answer=right_answer)
+
+
+def searcher_of(config: Config, engine: FakeEngine, control, connect=RolloutSender, task=TASK) -> Searcher:
+    return Searcher(
+        config=config,
+        engine=engine,
+        task=task,
+        tokenizer=TOKENIZER,
+        control=control,
+        token=TOKEN,
+        name="me",
+        host="here",
+        connect=connect,
+    )
+
+
+# ---- with a scripted trainer in this process
+
+
+class Script(MemoryControl):
+    """A trainer that answers each message by a function of it."""
+
+    def __init__(self, answer: Callable[[FromSearcher], Iterable[ToSearcher]]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def send(self, message: FromSearcher) -> None:
+        super().send(message)
+        for answer in self._answer(message):
+            self.tell(answer)
+
+    def heard_of(self, kind: type) -> list:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+
+def until(generated: int, *, prompts: int, then: Iterable[ToSearcher] = ()):
+    """Lease ``prompts`` in two leases, add ``then``, and stop once ``generated`` rollouts are reported."""
+
+    def answer(message: FromSearcher) -> Iterable[ToSearcher]:
+        match message:
+            case Hello():
+                half = prompts // 2
+                yield Welcome(shards=("memory",))
+                yield Lease(lease=0, start=0, count=half)
+                yield Lease(lease=1, start=half, count=prompts - half)
+                yield from then
+            case Heartbeat():
+                yield Stop(reason="enough") if message.generated >= generated else Beat()
+
+    return Script(answer)
+
+
+@dataclasses.dataclass
+class Ran:
+    code: int
+    searcher: Searcher
+    groups: list[RolloutGroup]
+
+
+def run_here(config: Config, engine: FakeEngine, control: Script, *, task=TASK) -> Ran:
+    rollouts = MemoryRollouts()
+    searcher = searcher_of(config, engine, control, lambda shards, token: rollouts, task)
+    code = searcher.run()
+    return Ran(code, searcher, list(rollouts.drain()))
+
+
+def assert_whole(ran: Ran, prompts: int) -> None:
+    """Every prompt that was leased was visited once, and every rollout has an id of its own."""
+    assert sorted(g.prompt_id for g in ran.groups) == sorted(TASK.train_prompt(i).prompt_id for i in range(prompts))
+    ids = [r.rollout_id for g in ran.groups for r in g.rollouts]
+    assert ids == [RolloutId("me", i) for i in range(len(ids))]
+    assert ran.searcher.generated == len(ids)
+
+
+def test_leased_prompts_become_scored_groups(weights, handlers):
+    control = until(9 * S, prompts=9)
+    ran = run_here(config_of(), fake_engine(weights), control)
+    assert ran.code == 0
+    assert_whole(ran, 9)
+    assert [g.lease for g in ran.groups] == [0] * 4 + [1] * 5
+    for group in ran.groups:
+        for rollout in group.rollouts:
+            right = TOKENIZER.decode(rollout.token_ids) == TOKENIZER.decode(group.prompt_token_ids)[:-1]
+            assert rollout.reward == float(right)
+            assert (rollout.version, rollout.source) == (V0, "searcher")
+    assert {r.reward for g in ran.groups for r in g.rollouts} == {0.0, 1.0}
+
+
+def test_what_was_generated_is_counted_before_it_is_sent(weights, handlers):
+    counts = []
+
+    class Watched(MemoryRollouts):
+        def send(self, group: RolloutGroup) -> None:
+            counts.append((searcher.generated, group.rollouts[-1].rollout_id.sequence + 1))
+
+    control = until(6 * S, prompts=6)
+    searcher = searcher_of(config_of(), fake_engine(weights), control, lambda shards, token: Watched())
+    searcher.run()
+    assert counts == [(S * i, S * i) for i in range(1, 7)]
+
+
+def test_the_last_word_is_a_goodbye_with_the_final_count(weights, handlers):
+    control = until(4 * S, prompts=8)
+    ran = run_here(config_of(), fake_engine(weights, tokens_per_step=1), control)
+    assert control.heard[0] == Hello(token=TOKEN, searcher="me", host="here", workers=1, version="0.0")
+    last = control.heard[-1]
+    assert isinstance(last, Goodbye)
+    assert last.generated == ran.searcher.generated == sum(len(g.rollouts) for g in ran.groups)
+    assert last.busy_s > 0
+
+
+def test_a_searcher_never_wants_more_than_its_engine_holds(weights, handlers):
+    control = until(9 * S, prompts=9)
+    run_here(config_of(), fake_engine(weights, tokens_per_step=1), control)
+    beats = control.heard_of(Heartbeat)
+    assert all(0 <= beat.wanted_prompts <= 4 for beat in beats)
+    assert beats[-1].received_prompts == 9
+
+
+def test_one_rollout_in_a_while_is_told_as_text(weights, handlers):
+    control = until(9 * S, prompts=9)
+    run_here(config_of(transport={"heartbeat_s": 1e-9}), fake_engine(weights, tokens_per_step=1), control)
+    samples = control.heard_of(SampleRollout)
+    assert samples
+    assert all(len(sample.prompt) == 3 and sample.prompt.endswith("=") for sample in samples)
+
+
+class Aborting(FakeEngine):
+    """Gives up the first sample of every group, and the whole of the first two groups."""
+
+    groups = 0
+
+    def step(self):
+        finished = []
+        for request_id, completions in super().step():
+            self.groups += 1
+            n = len(completions) if self.groups <= 2 else 1
+            aborted = tuple(dataclasses.replace(c, stop_reason=StopReason.ABORT) for c in completions[:n])
+            finished.append((request_id, aborted + completions[n:]))
+        return finished
+
+
+def test_aborted_completions_never_become_rollouts_and_their_prompt_is_visited_again(weights, handlers):
+    engine = fake_engine(weights, Aborting)
+    ran = run_here(config_of(), engine, until(5 * (S - 1), prompts=5))
+    assert engine.groups == 7
+    assert_whole(ran, 5)
+    assert {len(g.rollouts) for g in ran.groups} == {S - 1}
+    assert all(r.stop_reason is not StopReason.ABORT for g in ran.groups for r in g.rollouts)
+
+
+@pytest.mark.parametrize(("truncated", "reward"), [("keep", 0.0), ("drop", 0.0), ("penalise", -0.75)])
+def test_a_truncated_completion_is_penalised_where_asked(weights, handlers, truncated, reward):
+    config = config_of(
+        objective={"truncated": truncated, "truncated_penalty": 0.75},
+        search={"max_new_tokens": 1},
+    )
+    ran = run_here(config, fake_engine(weights), until(2 * S, prompts=2))
+    rollouts = [r for g in ran.groups for r in g.rollouts]
+    assert {r.stop_reason for r in rollouts} == {StopReason.LENGTH}
+    assert {r.reward for r in rollouts} == {reward}
+
+
+def test_a_reward_that_is_no_number_is_counted_and_sent_for_the_shard_to_refuse(weights, handlers):
+    class Broken:
+        def __getattr__(self, name):
+            return getattr(TASK, name)
+
+        def score(self, prompt, completions):
+            return [math.nan] * len(completions)
+
+    control = until(2 * S, prompts=2)
+    ran = run_here(config_of(), fake_engine(weights), control, task=Broken())
+    assert all(math.isnan(r.reward) for g in ran.groups for r in g.rollouts)
+    assert ran.searcher.generated == 2 * S
+    assert control.heard_of(SampleRollout) == []
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_an_evaluation_gives_the_accuracy_and_every_prompt_is_still_visited(weights, handlers, fraction):
+    control = until(9 * S, prompts=9, then=[])
+    answer = control._answer
+    asked = []
+
+    def and_evaluate(message: FromSearcher) -> Iterable[ToSearcher]:
+        if isinstance(message, Heartbeat) and message.generated >= S and not asked:
+            asked.append(True)
+            yield Evaluate(version="0.0")
+        yield from answer(message)
+
+    control._answer = and_evaluate
+    engine = fake_engine(weights, correct_fraction=fraction, tokens_per_step=1)
+    ran = run_here(config_of(transport={"heartbeat_s": 1e-9}), engine, control)
+    (evaluated,) = control.heard_of(Evaluated)
+    assert (evaluated.version, evaluated.accuracy, evaluated.problems) == ("0.0", fraction, 5)
+    assert_whole(ran, 9)
+
+
+def test_an_evaluation_of_a_version_that_has_not_arrived_waits(weights, handlers):
+    control = until(2 * S, prompts=2, then=[Evaluate(version="0.1")])
+    ran = run_here(config_of(), fake_engine(weights), control)
+    assert control.heard_of(Evaluated) == []
+    assert_whole(ran, 2)
+
+
+def test_a_refusal_says_why(weights, handlers):
+    control = Script(lambda message: [Refused(reason="the token is not this run's")])
+    with pytest.raises(TransportError, match="refused this searcher: the token is not this run's"):
+        run_here(config_of(), fake_engine(weights), control)
+
+
+def test_a_trainer_that_never_answers_is_reported_after_the_lease(weights, handlers):
+    with pytest.raises(TransportError, match=r"no trainer answered within 0\.05 s"):
+        run_here(config_of(transport={"lease_s": 0.05}), fake_engine(weights), Script(lambda message: []))
+
+
+def test_a_trainer_that_falls_silent_is_left(weights, handlers):
+    control = Script(lambda message: [Welcome(shards=())] if isinstance(message, Hello) else [])
+    ran = run_here(config_of(transport={"lease_s": 0.05}), fake_engine(weights), control)
+    assert ran.code == TRAINER_GONE == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_welcome_is_a_clean_end(weights, handlers, number):
+    def kill(message: FromSearcher) -> Iterable[ToSearcher]:
+        if isinstance(message, Hello):
+            os.kill(os.getpid(), number)
+        return []
+
+    control = Script(kill)
+    ran = run_here(config_of(), fake_engine(weights), control)
+    assert (ran.code, ran.groups) == (0, [])
+    assert isinstance(control.heard[-1], Goodbye)
+
+
+# ---- in a process of its own, over sockets
+
+
+class Trainer:
+    """The control server and a shard's inbox, as the trainer's rank 0 has them."""
+
+    def __init__(self, lease_s: float, max_ahead_groups: int) -> None:
+        self.receiver = RolloutReceiver("127.0.0.1", TOKEN)
+        self.control = ControlServer(
+            host="127.0.0.1",
+            port=0,
+            token=TOKEN,
+            lease_s=lease_s,
+            max_ahead_groups=max_ahead_groups,
+            shards=(self.receiver.address,),
+            newest=V0,
+            leases=PromptLeases(),
+        )
+        self.arrived: list[RolloutGroup] = []
+        self._closed = False
+
+    def receive(self) -> None:
+        new = list(self.receiver.drain())
+        self.arrived += new
+        for group in new:
+            self.control.note(arrived={group.lease: 1}, fresh_groups=0)
+
+    def receive_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, "it never became true"
+            self.receive()
+            time.sleep(0.002)
+
+    @property
+    def rollouts(self) -> int:
+        return sum(len(group.rollouts) for group in self.arrived)
+
+    @property
+    def said(self) -> int:
+        return sum(self.control.generated()[0].values())
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.control.close()
+            self.receiver.close()
+
+
+@contextmanager
+def trainer(lease_s: float = 20.0, max_ahead_groups: int = 16):
+    made = Trainer(lease_s, max_ahead_groups)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def child(function: Callable[[], int]):
+    """``function`` in a forked process, ended by id; yields the pid."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = function()
+            gc.collect()  # what a searcher leaves open must not hold up the end of its process
+        finally:
+            os._exit(code)
+    try:
+        yield pid
+    finally:
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+
+
+def exit_code(pid: int, limit_s: float = 20.0) -> int:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    raise AssertionError(f"process {pid} did not end")
+
+
+def search(address: str, weights: Path, **overrides) -> Callable[[], int]:
+    def run() -> int:
+        engine = fake_engine(weights)
+        return searcher_of(config_of(**overrides), engine, ControlClient(address)).run()
+
+    return run
+
+
+def test_all_that_was_generated_arrives_before_a_clean_stop(weights):
+    with trainer() as t, child(search(t.control.address, weights)) as pid:
+        t.receive_until(lambda: len(t.arrived) >= 40)
+        t.control.stop_searchers("enough")
+        assert exit_code(pid) == 0
+        t.receive_until(lambda: t.rollouts == t.said)
+        assert t.control.members() == []
+        assert t.control.totals() == (1, 0)
+        assert t.receiver.refused == 0
+        assert len({r.rollout_id for g in t.arrived for r in g.rollouts}) == t.rollouts
+
+
+def test_a_signal_ends_a_searcher_as_a_stop_does(weights):
+    with trainer() as t, child(search(t.control.address, weights)) as pid:
+        t.receive_until(lambda: len(t.arrived) >= 8)
+        os.kill(pid, signal.SIGTERM)
+        assert exit_code(pid) == 0
+        t.receive_until(lambda: t.rollouts == t.said and not t.control.members())
+        assert t.control.totals() == (1, 0)
+
+
+def test_a_killed_searcher_is_lost_and_another_visits_its_prompts(weights):
+    with trainer(lease_s=0.5, max_ahead_groups=4) as t:
+        with child(search(t.control.address, weights)) as pid:
+            t.receive_until(lambda: len(t.arrived) >= 4)
+            os.kill(pid, signal.SIGKILL)
+        first = {g.prompt_id for g in t.arrived}
+        t.receive_until(lambda: t.control.totals()[1] == 1)
+        with child(search(t.control.address, weights)) as pid:
+            t.receive_until(lambda: len(t.arrived) >= len(first) + 12)
+            position, unfinished = t.control.unfinished_prompts()
+            open_positions = {p for start, count in unfinished for p in range(start, start + count)}
+            visited = {g.prompt_id for g in t.arrived}
+            for p in set(range(position)) - open_positions:
+                assert TASK.train_prompt(p).prompt_id in visited
+
+
+def test_a_dead_trainer_is_left_even_with_rollouts_that_nobody_takes(weights):
+    with trainer() as t, child(search(t.control.address, weights, transport={"lease_s": 0.5})) as pid:
+        t.receive_until(lambda: len(t.arrived) >= 4)
+        t.close()
+        assert exit_code(pid) == TRAINER_GONE
+
+
+def test_a_searcher_without_a_trainer_ends(weights):
+    def run() -> int:
+        try:
+            return search(address, weights, transport={"lease_s": 0.2})()
+        except TransportError as error:
+            return 7 if "no trainer answered" in str(error) else 8
+
+    with trainer() as t:
+        address = t.control.address
+    with child(run) as pid:
+        assert exit_code(pid) == 7
