@@ -244,7 +244,8 @@ class SearchConfig(Section):
     engine: EngineConfig = VllmEngineConfig()
     completions_per_prompt: Count = 8
     """S of the paper: sampled for each visit of a prompt."""
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
+    """Within what vLLM takes as it is: it would raise a smaller one to 0.01 without a word."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     max_new_tokens: Count = 256
     prompts_in_engine: Count = 32

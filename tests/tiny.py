@@ -201,4 +201,6 @@ def whole(weights: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
     assert found.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -33,6 +33,7 @@ class ModelShape:
     max_positions: int
     tied: bool
     qkv_bias: bool
+    initializer_range: float = 0.02  # standard deviation of random initial weights
 
     def padded_vocab(self, tensor_parallel: int) -> int:
         """The vocabulary with its padding: a multiple of 64 rows for each tensor-parallel rank."""
@@ -102,6 +103,7 @@ def gated_decoder_shape(
         max_positions=c.get("max_position_embeddings", 2048),
         tied=bool(c.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias,
+        initializer_range=float(c.get("initializer_range", 0.02)),
     )
 
 

@@ -21,7 +21,7 @@ class Receiver:
     def __init__(self, device: torch.device, expected: frozenset[str]) -> None:
         self._device, self._expected = device, expected
         self._group: Group | None = None
-        self._epoch = -1
+        self._place: tuple[str, int, int] | None = None  # where the group met: a new store may count epochs anew
         self._thread: threading.Thread | None = None
         self._status = ReceiveStatus(state=ReceiveState.NONE)
         self._staged: tuple[Manifest, list[Tensor]] | None = None
@@ -69,7 +69,8 @@ class Receiver:
         self._status = ReceiveStatus(state=ReceiveState.STAGED)
 
     def _joined(self, offer: Offer, worker: int, timeout_s: float) -> Group:
-        if self._epoch != offer.epoch:
+        place = (offer.host, offer.port, offer.epoch)
+        if self._place != place:
             self._leave_group()
             self._group = join_group(
                 host=offer.host,
@@ -80,7 +81,7 @@ class Receiver:
                 backend=offer.backend,
                 timeout_s=timeout_s,
             )
-            self._epoch = offer.epoch
+            self._place = place
         if self._group is None:
             # The others still are in it and would not join again: waiting for them would only pass the time.
             raise WeightTransferError(f"version {offer.version}: this worker has left broadcast group {offer.epoch}")

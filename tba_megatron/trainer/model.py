@@ -33,6 +33,15 @@ from tba_megatron.models.architecture import ModelShape
 from tba_megatron.models.layer_spec import runs_of_equal_length, transformer_block_spec
 from tba_megatron.types import PackedMicrobatch
 
+# Fields of TransformerConfig that would switch on what this trainer cannot do; refused whatever their value.
+REFUSED = {
+    "num_moe_experts": "mixture of experts",
+    "moe_layer_freq": "mixture of experts",
+    "context_parallel_size": "context parallelism",
+    "fp8": "FP8",
+    "fp4": "FP4",
+    "virtual_pipeline_model_parallel_size": "interleaved pipeline stages",
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Megatron logs a line for each configuration object and each parameter group; ours are in the run folder.
@@ -107,7 +116,7 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
         "add_qkv_bias": shape.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "init_method_std": 0.02,
+        "init_method_std": shape.initializer_range,
         "tensor_model_parallel_size": trainer.tensor_parallel,
         "pipeline_model_parallel_size": trainer.pipeline_parallel,
         "sequence_parallel": trainer.sequence_parallel,
@@ -130,9 +139,15 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
     known = {f.name for f in dataclasses.fields(TransformerConfig)}
     problems = [
         f"trainer.megatron_extra.{name}: "
-        + ("is set by another part of the configuration" if name in fields else "unknown to TransformerConfig")
+        + (
+            f"{REFUSED[name]} is not supported; remove it"
+            if name in REFUSED
+            else "is set by another part of the configuration"
+            if name in fields
+            else "unknown to TransformerConfig"
+        )
         for name in trainer.megatron_extra
-        if name in fields or name not in known
+        if name in REFUSED or name in fields or name not in known
     ]
     if problems:
         raise ConfigError(problems)

@@ -326,6 +326,17 @@ def test_a_run_of_no_steps_is_measured_and_stops(tmp_path):
     assert desk.decide(0).action is Action.STOP
 
 
+@pytest.mark.xfail(strict=True, reason="nothing ends the wait for a final version that cannot be published")
+def test_the_end_gives_up_a_final_version_that_nobody_can_get(clock, tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10")
+    for _ in range(100):
+        desk.publisher.failed += 1
+        clock.now_s += desk.config.weights.timeout_s
+        if desk.decide(4).action is Action.STOP:
+            return
+    raise AssertionError("the run never ends")
+
+
 # ---- the books
 
 

@@ -15,7 +15,9 @@ from tba_megatron.trainer.exchange import assign_replicas, decode_groups, encode
 from tba_megatron.types import PolicySpan, PolicyVersion, StopReason, TrainGroup
 
 TOKENS = st.integers(1, 8).flatmap(
-    lambda n: st.tuples(st.just(n), st.integers(0, 6).flatmap(lambda g: st.lists(st.integers(0, 500), min_size=g * n, max_size=g * n)))
+    lambda n: st.tuples(
+        st.just(n), st.integers(0, 6).flatmap(lambda g: st.lists(st.integers(0, 500), min_size=g * n, max_size=g * n))
+    )
 )
 
 

@@ -15,7 +15,7 @@ from megatron_patches import cpu
 from megatron_patches.cpu import compile_for_cpu
 
 ROOT = Path(__file__).parents[2]
-SOURCE = '''\
+SOURCE = """\
 import torch
 device = torch.cuda.current_device()
 stream = torch.cuda.current_stream()
@@ -29,7 +29,7 @@ kind = made.type() == "torch.cuda.FloatTensor"
 words = "cuda in a sentence"
 def fails():
     raise ValueError("line 13")
-'''
+"""
 
 
 def run(code: str) -> subprocess.CompletedProcess:
@@ -71,7 +71,7 @@ def test_the_hook_changes_megatron_and_leaves_torch_alone():
         "import logging, megatron_patches\n"
         "logging.basicConfig(level=logging.INFO)\n"
         "first, second = megatron_patches.apply(), megatron_patches.apply()\n"
-        "assert first == second == ('cpu', 'torch_adamw'), (first, second)\n"
+        "assert first == second == ('cpu', 'torch_adamw', 'sync_save'), (first, second)\n"
         "import sys, megatron_patches.cpu as cpu\n"
         "assert sum(isinstance(f, cpu._Finder) for f in sys.meta_path) == 1\n"
         "assert all(getattr(torch.cuda, n) is f for n, f in before.items())\n"
@@ -85,7 +85,7 @@ def test_the_hook_changes_megatron_and_leaves_torch_alone():
         "assert D.load_state_dict.__closure__[0].cell_contents.__module__.startswith('megatron')\n"
     )
     assert answer.returncode == 0, answer.stderr
-    assert answer.stderr.count("with patches: cpu, torch_adamw") == 2
+    assert answer.stderr.count("with patches: cpu, torch_adamw, sync_save") == 2
 
 
 def test_nothing_happens_on_import():
@@ -109,4 +109,3 @@ def test_another_version_of_megatron_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
     with pytest.raises(RuntimeError, match=r"megatron-core is 0\.99\.0, but megatron_patches is written for"):
         megatron_patches.apply()
-
