@@ -23,7 +23,7 @@ def apply() -> tuple[str, ...]:
         raise RuntimeError(f"megatron-core is {version}, but megatron_patches is written for {TESTED}")
     import torch
 
-    from megatron_patches import cpu, sync_save, torch_adamw
+    from megatron_patches import bucket_padding, cpu, sync_save, torch_adamw
 
     done = []
     if not torch.cuda.is_available():
@@ -31,6 +31,8 @@ def apply() -> tuple[str, ...]:
         done.append("cpu")
     if torch_adamw.apply():
         done.append("torch_adamw")
+    if bucket_padding.apply():
+        done.append("bucket_padding")
     if sync_save.apply():
         done.append("sync_save")
     _log.info("megatron-core %s with patches: %s", version, ", ".join(done) or "none")

@@ -39,6 +39,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
     )
     done = evaluate(engine, task, config.evaluation, sampling, in_engine=config.search.prompts_in_engine)
     engine.close()
+    assert done is not None  # nothing ends it early here
     print(
         json.dumps(
             {

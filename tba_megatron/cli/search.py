@@ -46,7 +46,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
         engine=engine,
         task=task,
         tokenizer=tokenizer,
-        control=ControlClient(rendezvous.address),
+        control=ControlClient(rendezvous.address, name),
         token=rendezvous.token,
         name=name,
         host=host,

@@ -27,12 +27,12 @@ def evaluate(
     sampling: SamplingSettings,
     *,
     in_engine: int,
-    tick: Callable[[], None] = lambda: None,
-) -> Evaluation:
+    go_on: Callable[[], bool] = lambda: True,
+) -> Evaluation | None:
     """Sample ``config.samples_per_problem`` completions of each held-out problem and score them.
 
-    The engine has to be idle. ``in_engine`` problems are in it at a time; ``tick`` is called between its steps, so
-    that a searcher can show that it is alive.
+    The engine has to be idle. ``in_engine`` problems are in it at a time. ``go_on`` is asked between its steps, so that
+    a searcher can show that it is alive; None when it says no.
     """
     started = time.monotonic()
     waiting = list(enumerate(task.held_out_prompts(config.problems)))
@@ -45,5 +45,6 @@ def evaluate(
             engine.submit(f"evaluation-{i}", prompt.token_ids, sampling)
         for request_id, completions in engine.step():
             scores += task.score(prompts[request_id], completions)
-        tick()
+        if not go_on():
+            return None
     return Evaluation(accuracy=sum(scores) / len(scores), problems=config.problems, seconds=time.monotonic() - started)

@@ -101,7 +101,7 @@ class Searcher:
         self.generated = 0
         self._received_prompts = 0
         self._busy_s = self._idle_s = 0.0
-        self._heard_s = self._beat_s = time.monotonic()
+        self._heard_s = self._beat_s = self._sampled_s = time.monotonic()
         self._asked_prompts = 0  # received and wanted, when it last asked
         self._receiving: PolicyVersion | None = None
         self._posted = False
@@ -196,6 +196,7 @@ class Searcher:
         wanted = self._config.search.prompts_in_engine - self._engine.n_unfinished - len(self._queue)
         wanted = max(0, wanted)
         due = now_s - self._beat_s >= self._config.transport.heartbeat_s
+        self._tell_sample(now_s)
         asked = self._received_prompts + wanted
         if not due and asked <= self._asked_prompts:
             return
@@ -210,9 +211,12 @@ class Searcher:
                 received_prompts=self._received_prompts,
             )
         )
-        if due and self._sample is not None:
+
+    def _tell_sample(self, now_s: float) -> None:
+        # On a clock of its own: a busy searcher asks for prompts more often than heartbeats are due.
+        if self._sample is not None and now_s - self._sampled_s >= self._config.transport.heartbeat_s:
             self._control.send(self._sample)
-            self._sample = None
+            self._sample, self._sampled_s = None, now_s
 
     # ---- weights
 
@@ -257,11 +261,20 @@ class Searcher:
                 eos_ids=self._tokenizer.eos_ids,
             ),
             in_engine=self._config.search.prompts_in_engine,
-            tick=self._beat,
+            go_on=self._go_on,
         )
+        if done is None:
+            return
         self._control.send(
             Evaluated(version=str(version), accuracy=done.accuracy, problems=done.problems, seconds=done.seconds)
         )
+
+    def _go_on(self) -> bool:
+        """Between two steps of an evaluation: hear and be heard."""
+        for message in self._control.poll(0.0):
+            self._handle(message)
+        self._beat()
+        return self._stopping is None
 
     # ---- generation
 

@@ -34,6 +34,7 @@ from tba_megatron.types import (
 _log = logging.getLogger(__name__)
 
 GOODBYE_S = 20.0  # how long searchers may take to leave
+FINAL_TRIES = 3  # of sending the final version to searchers, before the run ends without measuring it
 QUIET_S = 30.0  # a warning after this long without anything to train on
 
 
@@ -66,6 +67,7 @@ class Chief:
         self._accuracy_after: float | None = None
         self._asked: dict[str, str] = {}  # version -> searcher that was asked to evaluate it
         self._finished_s: float | None = None  # when the last step was made
+        self._failed_before_end = 0
         self._saved_step = state.step if state.step else -1
         self._counts: list[ShardCounts] = []
         self._refused = 0
@@ -175,10 +177,14 @@ class Chief:
         final, members = self._version(step), self._control.members()
         save = self._saved_step != step
         measured = self._accuracy_after is not None or not self._config.evaluation.problems
-        self._finished_s = self._finished_s or time.monotonic()
+        if self._finished_s is None:
+            self._finished_s, self._failed_before_end = time.monotonic(), self._publisher.failed
+        undeliverable = self._publisher.failed - self._failed_before_end >= FINAL_TRIES
+        if undeliverable:
+            _log.warning("the final version could not be sent in %d tries; it is not measured", FINAL_TRIES)
         # A resumed run can be at its end before the first searcher has joined.
         alone = not members and time.monotonic() - self._finished_s > self._config.transport.lease_s
-        if measured or alone:
+        if measured or alone or undeliverable:
             return self._plan(Action.STOP, step, save=save)
         self._ask_for_evaluation(final)
         return self._plan(Action.WAIT, step, publish=self._publish_plan(step, due=True))
@@ -282,6 +288,7 @@ class Chief:
             "buffer/with_replacement_groups": sum(f.with_replacement for f in drawn),
             "buffer/fresh_groups": self._fresh_groups,
             "buffer/refused_total": self._refused,
+            "fleet/refused_total": self._control.refused,
             "age/off_branch_frac": sum(f.off_branch for f in drawn) / copies,
             "throughput/train_tok_s": sum(f.tokens for f in drawn) / seconds,
             "time/step_s": seconds,

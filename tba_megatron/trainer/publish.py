@@ -73,6 +73,7 @@ class Publisher:
         self._port = 0
         self._group: Group | None = None
         self._group_epoch = -1
+        self._fault: BaseException | None = None
         self.published = 0
         self.failed = 0
         self.last_sync_s = 0.0
@@ -119,7 +120,7 @@ class Publisher:
         self.last_snapshot_s = time.monotonic() - started_s
         if snapshot is None or not self._groups.is_stage_leader:
             return
-        self._thread = threading.Thread(target=self._send, args=(snapshot, cohort), name="send-weights", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(snapshot, cohort), name="send-weights", daemon=True)
         self._thread.start()
 
     def _snapshot(self, policy: Policy, version: PolicyVersion) -> Snapshot | None:
@@ -143,6 +144,13 @@ class Publisher:
         return Snapshot(version=version, manifest=merge_manifests(stages), buckets=buckets)
 
     # ---- the thread of each stage leader
+
+    def _run(self, snapshot: Snapshot, cohort: CohortPlan) -> None:
+        try:
+            self._send(snapshot, cohort)
+        except BaseException as error:
+            self._fault = error  # the main thread raises it: a fault here must not end in silence
+            raise
 
     def _send(self, snapshot: Snapshot, cohort: CohortPlan) -> None:
         started_s = time.monotonic()
@@ -249,6 +257,8 @@ class Publisher:
     def _wait_for_thread(self) -> None:
         if self._thread is not None:
             self._thread.join()
+        if self._fault is not None:
+            raise RuntimeError("the thread that sends weights has failed") from self._fault
 
     def close(self) -> None:
         self._wait_for_thread()

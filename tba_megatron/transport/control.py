@@ -80,6 +80,7 @@ class ControlServer:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.set_hwm(0)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a searcher that reconnects is the same one
         try:
             self._router.bind(f"tcp://{host}:{port}" if port else f"tcp://{host}:*")
         except zmq.ZMQError as error:
@@ -345,12 +346,14 @@ class ControlChannel(Protocol):
 
 
 class ControlClient:
-    """The ``ControlChannel`` over ZeroMQ; for one thread."""
+    """The ``ControlChannel`` over ZeroMQ; for one thread. ``name`` keeps its identity over a lost connection."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, name: str = "") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
+        if name:
+            self._socket.setsockopt(zmq.IDENTITY, name.encode())
         self._socket.setsockopt(zmq.LINGER, 2000)  # zmq's default would wait for a dead trainer for ever
         self._socket.connect(address)
 

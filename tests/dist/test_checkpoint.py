@@ -72,7 +72,16 @@ def model(tmp_path_factory):
     return tiny.save_model(tmp_path_factory.mktemp("model"), "qwen2", tied=True, layers=2, seed=1)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, pytest.param({"pp": 2}, marks=SLOW), {"dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"pp": 2},
+        {"dp": 2},
+        *(pytest.param(s, marks=SLOW) for s in ({"tp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "dp": 2})),
+    ],
+    ids=str,
+)
 def test_a_resumed_run_is_the_uninterrupted_one(sizes, model, tmp_path):
     trainer = config(**sizes)
     whole = run_ranks(train_and_save, trainer, model, tmp_path / "whole", 0, 6, False, **sizes)
@@ -214,7 +223,7 @@ def test_a_folder_that_cannot_be_made_fails_on_every_rank(model, tmp_path):
         if groups.rank == 0:
             path.write_text("a file is in the way")
         torch.distributed.barrier(group=groups.world)
-        with pytest.raises(CheckpointError, match="cannot save step 3 in .*: rank 0: "):
+        with pytest.raises(CheckpointError, match=r"cannot save step 3 in .*: rank 0: "):
             checkpoint.save(path, rank.policy, None, run_state(3), groups, keep=1)
 
     run_ranks(body, pp=2)

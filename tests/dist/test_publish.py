@@ -1,4 +1,4 @@
-"""What searchers receive are the trainer's weights under Hugging Face's names, and a dead searcher harms one publish."""
+"""Searchers receive the trainer's weights under Hugging Face's names, and a dead searcher harms one publish."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ import json
 import pytest
 from launching import (
     QUICKSTART,
-    ROOT,
     SUMMARY_KEYS,
     contents,
     ledger_gap,
@@ -93,9 +92,18 @@ def test_nothing_is_left_and_a_second_launch_changes_nothing(run):
 
 
 @pytest.fixture(scope="module")
-def parallel_run(tmp_path_factory):
+def pretrained(tmp_path_factory):
+    """Overrides that start from weights on disk: random ones depend on the pipeline size."""
+    folder = tmp_path_factory.mktemp("start")
+    done = tba("sft", folder, "sft.steps=1")
+    assert done.returncode == 0, done.stderr
+    return ("model.init=pretrained", f"model.path={folder / 'sft'}", "sft.steps=20")
+
+
+@pytest.fixture(scope="module")
+def parallel_run(tmp_path_factory, pretrained):
     folder = tmp_path_factory.mktemp("tp2_pp2")
-    overrides = ("sft.steps=20", "trainer.steps=5", "evaluation.problems=16")
+    overrides = (*pretrained, "trainer.steps=5", "evaluation.problems=16")
     done = tba("launch", folder, *overrides, config=PARALLEL)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -110,13 +118,9 @@ def test_four_ranks_run_the_same_job(parallel_run):
     assert processes_of(parallel_run) == []
 
 
-def test_four_ranks_have_the_losses_of_one(parallel_run, tmp_path):
-    done = tba("sft", tmp_path / "one", "sft.steps=20", config=QUICKSTART)
+def test_four_ranks_have_the_losses_of_one(parallel_run, pretrained, tmp_path):
+    done = tba("sft", tmp_path / "one", *pretrained, config=QUICKSTART)
     assert done.returncode == 0, done.stderr
     one, four = (records(folder, "sft/nll", "sft-log") for folder in (tmp_path / "one", parallel_run))
     assert list(one) == list(range(1, 21))
     assert four == pytest.approx(one, abs=1e-4)
-
-
-def test_the_configurations_lie_where_the_readme_says():
-    assert (ROOT / QUICKSTART).exists() and (ROOT / PARALLEL).exists()
