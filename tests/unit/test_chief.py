@@ -44,6 +44,7 @@ class Control:
         self.granting = True
         self.stopped = False
         self.refused = 0
+        self.refused = 0
 
     def members(self):
         return [m for m in self.fleet if m.gone is None]
