@@ -50,6 +50,10 @@ class Architecture(Protocol):
 
     def rules(self, shape: ModelShape, tensor_parallel: int) -> list[Rule]: ...
 
+    def tensor_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor that the rules name, in Hugging Face's layout."""
+        ...
+
 
 def read_shape(folder: Path, table: Mapping[str, Architecture]) -> tuple[Architecture, ModelShape]:
     """The architecture and shape that ``folder``/config.json names; ModelError when it cannot be used."""
@@ -136,6 +140,27 @@ def gated_decoder_rules(shape: ModelShape, tensor_parallel: int) -> list[Rule]:
     if not shape.tied:
         rules.append(_rule("output_layer.weight", ["lm_head.weight"], vocabulary))
     return rules
+
+
+def gated_decoder_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The tensors of that decoder and their shapes, in Hugging Face's layout."""
+    hidden, ffn = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.query_heads * shape.head_size, shape.kv_heads * shape.head_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        for projection, rows in (("q", queries), ("k", keys), ("v", keys)):
+            shapes[f"{prefix}self_attn.{projection}_proj.weight"] = (rows, hidden)
+            if shape.qkv_bias:
+                shapes[f"{prefix}self_attn.{projection}_proj.bias"] = (rows,)
+        shapes[prefix + "self_attn.o_proj.weight"] = (hidden, queries)
+        shapes[prefix + "mlp.gate_proj.weight"] = shapes[prefix + "mlp.up_proj.weight"] = (ffn, hidden)
+        shapes[prefix + "mlp.down_proj.weight"] = (hidden, ffn)
+        shapes[prefix + "input_layernorm.weight"] = shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not shape.tied:
+        shapes["lm_head.weight"] = (shape.vocab_size, hidden)
+    return shapes
 
 
 def _rule(megatron: str, hf: list[str], layout: Any) -> Rule:

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tba_megatron.errors import ModelError
-from tba_megatron.models.architecture import ModelShape, gated_decoder_rules, gated_decoder_shape
+from tba_megatron.models.architecture import (
+    ModelShape,
+    gated_decoder_rules,
+    gated_decoder_shape,
+    gated_decoder_tensor_shapes,
+)
 from tba_megatron.models.layouts import Rule
 
 
@@ -20,3 +25,6 @@ class Llama:
 
     def rules(self, shape: ModelShape, tensor_parallel: int) -> list[Rule]:
         return gated_decoder_rules(shape, tensor_parallel)
+
+    def tensor_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        return gated_decoder_tensor_shapes(shape)

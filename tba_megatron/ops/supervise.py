@@ -130,8 +130,7 @@ class Supervisor:
     def _forget(self, child: subprocess.Popen) -> None:
         """A role has ended; what it started itself goes too."""
         del self._children[child]
-        # Each role leads a process group of its own. A trainer that is killed leaves the queue manager of Megatron's
-        # checkpoint writer (0.16.1), which would live for ever.
+        # Each role leads a process group of its own. What a killed role had started would live on, and hold its output.
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,16 @@ def load(path: Path, policy: Policy, shard: ReplayShard | None, groups: Groups) 
         )
     load_policy(path, policy)
     if shard is not None:
-        with np.load(path / f"shard-{groups.dp_rank}.npz", allow_pickle=False) as arrays:
-            shard.restore(dict(arrays))
+        _load_shard(path / f"shard-{groups.dp_rank}.npz", shard)
     return state
+
+
+def _load_shard(path: Path, shard: ReplayShard) -> None:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            shard.restore(dict(arrays))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); remove {path.parent} to resume earlier") from None
 
 
 def load_policy(path: Path, policy: Policy) -> None:

@@ -116,7 +116,6 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
         "add_qkv_bias": shape.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "init_method_std": shape.initializer_range,
         "tensor_model_parallel_size": trainer.tensor_parallel,
         "pipeline_model_parallel_size": trainer.pipeline_parallel,
         "sequence_parallel": trainer.sequence_parallel,
@@ -125,7 +124,8 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "use_cpu_initialization": True,  # the same initial weights for every tensor-parallel size
+        # What it draws is replaced by weights_io, but drawing also marks parameters as tensor-parallel (0.16.1).
+        "use_cpu_initialization": True,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -178,7 +178,7 @@ def _check_shape(shape: ModelShape, trainer: TrainerConfig) -> None:
 
 
 def build_gpt(shape: ModelShape, trainer: TrainerConfig, groups: Groups) -> GPTModel:
-    """This rank's part of the model, with seeded random weights that do not depend on the tensor-parallel size."""
+    """This rank's part of the model. Its parameters hold nothing of use yet: ``weights_io`` fills them."""
     config = transformer_config(shape, trainer)
     return GPTModel(
         config=config,

@@ -73,6 +73,7 @@ class Publisher:
         self._port = 0
         self._group: Group | None = None
         self._group_epoch = -1
+        self._refused: PolicyVersion | None = None  # the last version that was not finite
         self._fault: BaseException | None = None
         self.published = 0
         self.failed = 0
@@ -87,7 +88,7 @@ class Publisher:
 
     def plan(self, members: Sequence[Member], version: PolicyVersion) -> CohortPlan | None:
         """The cohort that gets ``version``; None while the last version is on its way, or nobody needs it."""
-        if self.busy or not members:
+        if self.busy or not members or version == self._refused:
             return None
         wanted = tuple(sorted(m.searcher for m in members))
         # A worker whose receive failed after the last bucket has left the group, though the sender saw no error.
@@ -138,6 +139,7 @@ class Publisher:
             dist.all_gather_object(parts, (finite, mine), group=groups.world)
         if not all(finite for finite, _ in parts):
             _log.error("version %s is not finite and is not published", version)
+            self._refused = version
             self.failed += 1
             return None
         stages = sorted((m for _, m in parts if m is not None), key=lambda m: m.buckets[0].owner)

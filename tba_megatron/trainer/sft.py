@@ -16,7 +16,7 @@ from tba_megatron.models.registry import read_model
 from tba_megatron.packing import pack_demonstrations
 from tba_megatron.trainer.model import build_gpt, build_policy, to_device
 from tba_megatron.trainer.step import HeadSettings, update
-from tba_megatron.trainer.weights_io import export_hf, load_hf
+from tba_megatron.trainer.weights_io import export_hf, load_hf, load_random
 from tba_megatron.types import TokenIds
 
 Demonstration = tuple[TokenIds, TokenIds]  # prompt, completion
@@ -37,6 +37,8 @@ def warm_start(
     gpt = build_gpt(shape, trainer, groups)
     if config.model.init == "pretrained":
         load_hf(gpt, architecture, shape, config.model.path, groups)
+    else:
+        load_random(gpt, architecture, shape, config.run.seed, groups)
     policy = build_policy(gpt, trainer, sft.optimizer, groups, sft.steps)
     head = HeadSettings(temperature=1.0, vocab_size=shape.vocab_size)
     multiple_of = groups.tp_size if trainer.sequence_parallel else 1

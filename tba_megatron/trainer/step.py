@@ -125,8 +125,9 @@ def update(
         return (output.loss * scale).float(), output
 
     parts = _run_schedule(policy.ddp, batches, on_logits, forward_only=False)
-    norm, skipped = _apply_gradient(policy)
+    # Before the update, so that step k of a warm-up of w steps is made at k / w of the peak, and none at rate 0.
     policy.scheduler.step(1)
+    norm, skipped = _apply_gradient(policy)
     return Update(
         skipped=skipped,
         grad_norm=norm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tba_megatron.errors import ModelError
 from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.models.hf_folder import open_tensors, write_folder
 from tba_megatron.models.layouts import Rule
+from tba_megatron.models.random_weights import RandomTensors
 from tba_megatron.trainer.model import named_parameters
 
 TIED_COPY = "output_layer.weight"  # with tied embeddings the last of several stages owns a copy under this name
@@ -24,31 +26,49 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 def load_hf(gpt: GPTModel, architecture: Architecture, shape: ModelShape, folder: Path, groups: Groups) -> None:
     """Copy this rank's shards out of ``folder``; ModelError names anything missing, unexpected or of another shape."""
+    with open_tensors(folder) as tensors:
+        _fill(gpt, architecture, shape, tensors, str(folder), groups)
+
+
+def load_random(gpt: GPTModel, architecture: Architecture, shape: ModelShape, seed: int, groups: Groups) -> None:
+    """This rank's shards of seeded random weights, the same model for every parallel layout."""
+    _fill(gpt, architecture, shape, RandomTensors(architecture, shape, seed), "random weights", groups)
+
+
+class _Tensors(Protocol):
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+def _fill(
+    gpt: GPTModel, architecture: Architecture, shape: ModelShape, tensors: _Tensors, source: str, groups: Groups
+) -> None:
     own = dict(named_parameters(gpt))
     rules = {rule.megatron: rule for rule in architecture.rules(shape, groups.tp_size)}
     if TIED_COPY in own and TIED_COPY not in rules:
         rules[TIED_COPY] = rules[EMBEDDING]
-    with open_tensors(folder) as tensors:
-        used = {name for rule in rules.values() for name in rule.hf}
-        missing = sorted(used - tensors.names)
-        unexpected = sorted(n for n in tensors.names - used if not _harmless(n, shape))
-        if missing or unexpected:
-            raise ModelError(f"{folder}: weights missing: {missing or 'none'}; unexpected: {unexpected or 'none'}")
-        for name, parameter in own.items():
-            if name not in rules:
-                raise ModelError(f"{architecture.name} has no rule for Megatron's parameter {name}")
-            _copy(parameter, rules[name], [tensors[n] for n in rules[name].hf], folder, groups)
+    used = {name for rule in rules.values() for name in rule.hf}
+    missing = sorted(used - tensors.names)
+    unexpected = sorted(n for n in tensors.names - used if not _harmless(n, shape))
+    if missing or unexpected:
+        raise ModelError(f"{source}: weights missing: {missing or 'none'}; unexpected: {unexpected or 'none'}")
+    for name, parameter in own.items():
+        if name not in rules:
+            raise ModelError(f"{architecture.name} has no rule for Megatron's parameter {name}")
+        _copy(parameter, rules[name], [tensors[n] for n in rules[name].hf], source, groups)
 
 
 def _harmless(name: str, shape: ModelShape) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (shape.tied and name == "lm_head.weight")
 
 
-def _copy(parameter: torch.nn.Parameter, rule: Rule, source: list[Tensor], folder: Path, groups: Groups) -> None:
-    shard = rule.layout.to_rank(source, groups.tp_rank, groups.tp_size)
+def _copy(parameter: torch.nn.Parameter, rule: Rule, tensors: list[Tensor], source: str, groups: Groups) -> None:
+    shard = rule.layout.to_rank(tensors, groups.tp_rank, groups.tp_size)
     if shard.shape != parameter.shape:
         raise ModelError(
-            f"{folder}: {', '.join(rule.hf)} give {rule.megatron} the shape {tuple(shard.shape)}, but config.json "
+            f"{source}: {', '.join(rule.hf)} give {rule.megatron} the shape {tuple(shard.shape)}, but config.json "
             f"says {tuple(parameter.shape)}"
         )
     with torch.no_grad():

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from launching import (
-    QUICKSTART,
     SUMMARY_KEYS,
     contents,
     ledger_gap,
@@ -93,11 +92,13 @@ def test_nothing_is_left_and_a_second_launch_changes_nothing(run):
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """Overrides that start from weights on disk: random ones depend on the pipeline size."""
+    """Overrides that start from weights on disk, the same for every layout."""
     folder = tmp_path_factory.mktemp("start")
     done = tba("sft", folder, "sft.steps=1")
     assert done.returncode == 0, done.stderr
-    return ("model.init=pretrained", f"model.path={folder / 'sft'}", "sft.steps=20")
+    # A larger epsilon: Adam turns rounding noise of vanishing gradients into whole steps otherwise.
+    start = ("model.init=pretrained", f"model.path={folder / 'sft'}")
+    return (*start, "sft.steps=20", "sft.optimizer.adam_eps=1e-4")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,8 @@ def test_four_ranks_run_the_same_job(parallel_run):
 
 
 def test_four_ranks_have_the_losses_of_one(parallel_run, pretrained, tmp_path):
-    done = tba("sft", tmp_path / "one", *pretrained, config=QUICKSTART)
+    one_rank = ("trainer.tensor_parallel=1", "trainer.pipeline_parallel=1", "trainer.megatron_extra={}")
+    done = tba("sft", tmp_path / "one", *pretrained, *one_rank, config=PARALLEL)
     assert done.returncode == 0, done.stderr
     one, four = (records(folder, "sft/nll", "sft-log") for folder in (tmp_path / "one", parallel_run))
     assert list(one) == list(range(1, 21))
