@@ -23,7 +23,9 @@ STATES = ("in_flight", "held_untrained", "trained", "discarded", "lost")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all seeds in turn; 1 when a launch failed or a ledger does not add up."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart_seeds", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quickstart_seeds", description="The gain of the quickstart over seeds."
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/seeds"), help="one run folder a seed goes in here")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -46,13 +48,12 @@ def run_seed(seed: int, folder: Path, overrides: Sequence[str]) -> dict[str, obj
 def row(seed: int, exit_code: int, summary: dict) -> dict[str, object]:
     """What the table of a seed shows; None where the summary has no value."""
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
-    measured = before is not None and after is not None
     return {
         "seed": seed,
         "exit_code": exit_code,
         "accuracy_before": before,
         "accuracy_after": after,
-        "gain": after - before if measured else None,
+        "gain": None if before is None or after is None else after - before,
         "steps": summary.get("steps"),
         "cpu_s": summary.get("cpu_s"),
         "wall_s": summary.get("wall_s"),
