@@ -17,7 +17,7 @@ from launching import (
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = ("sft.steps=300", "trainer.steps=120", "evaluation.problems=384")
+SETTINGS = ("trainer.steps=120", "evaluation.problems=384")
 PARALLEL = "configs/quickstart_tp2_pp2.yaml"
 
 
