@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from engine_child import EngineChild, EngineSpec, hf_model
+from engine_child import EngineChild, hf_model, started_engines
 
 MODELS = {"tied": True, "untied": False}
 
@@ -16,12 +16,5 @@ def first_models() -> dict:
 
 @pytest.fixture(scope="session")
 def engines(first_models, tmp_path_factory) -> Iterator[EngineChild]:
-    """``tied`` gives behaviour log-probs, ``untied`` does not."""
-    folder = tmp_path_factory.mktemp("models")
-    for name, model in first_models.items():
-        model.save_pretrained(folder / name)
-    child = EngineChild(
-        {name: EngineSpec(folder=folder / name, behaviour_logprobs=name == "tied") for name in first_models}
-    )
-    yield child
-    child.close()
+    """``tied`` gives behaviour log-probs, ``untied`` does not. A test that gives them other weights takes its own."""
+    yield from started_engines(first_models, tmp_path_factory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -240,3 +240,13 @@ class Sender:
         if self.group is not None:
             self.group.close()
         self.group = self._store = None
+
+
+def started_engines(models: dict, tmp_path_factory) -> Iterator[EngineChild]:
+    """A child with one engine a model, for a fixture to yield from."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    child = EngineChild({name: EngineSpec(folder=folder / name, behaviour_logprobs=name == "tied") for name in models})
+    yield child
+    child.close()

@@ -9,7 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from engine_child import VOCAB, EngineChild, apply, begin, hf_model, score, version_of, wait_for
+from engine_child import (
+    VOCAB,
+    EngineChild,
+    apply,
+    begin,
+    hf_model,
+    score,
+    started_engines,
+    version_of,
+    wait_for,
+)
 from ranks import run_ranks
 
 from tba_megatron.config import WeightsConfig
@@ -87,6 +97,12 @@ def logprobs_of(rank: tiny.Rank, text: np.ndarray) -> np.ndarray:
 
 
 # ---- the searcher's side of the control channel, in front of the engine
+
+
+@pytest.fixture(scope="module")
+def engines(first_models, tmp_path_factory):
+    """Engines of this file's own: they end with the trainer's weights."""
+    yield from started_engines(first_models, tmp_path_factory)
 
 
 def take_one_version(engines: EngineChild, name: str, meeting: Path) -> None:
