@@ -6,10 +6,8 @@ import argparse
 import sys
 
 from tba_megatron.config import Config
-from tba_megatron.config_load import store_config
 from tba_megatron.ops.launch import launch
 
 
 def run(config: Config, args: argparse.Namespace) -> int:
-    store_config(config, config.run.folder)
     return launch(config, sys.stdout)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tba_megatron.errors import ModelError
+from tba_megatron.errors import CheckpointError, ModelError
 
 # What travels with the weights: everything a reader needs that is not weights.
 COMPANIONS = (
@@ -57,8 +57,22 @@ def open_tensors(folder: Path) -> Iterator[HfTensors]:
 
 
 def write_folder(folder: Path, template: Path, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> None:
-    """Write ``tensors`` beside the companions of ``template``; the folder appears under its name when it is whole."""
+    """Write ``tensors`` beside the companions of ``template``; the folder appears under its name when it is whole.
+
+    CheckpointError when it cannot be written; what was there before stays.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        _write(partial, template, tensors, dtype)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"cannot write {folder}: {error}; is there space, and may it be written?") from None
+
+
+def _write(partial: Path, template: Path, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name in COMPANIONS:
@@ -70,6 +84,3 @@ def write_folder(folder: Path, template: Path, tensors: Iterable[tuple[str, Tens
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     whole = {name: tensor.contiguous() for name, tensor in tensors}
     save_file(whole, partial / "model.safetensors", metadata={"format": "pt"})
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)

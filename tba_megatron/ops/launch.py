@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tba_megatron.config import Config
+from tba_megatron.config_load import store_config
 from tba_megatron.dist import STORE_FILE, run_environment
-from tba_megatron.errors import RoleFailedError, RunFolderError
+from tba_megatron.errors import ModelError, RoleFailedError, RunFolderError
 from tba_megatron.ops.supervise import Role, Supervisor, tba
 from tba_megatron.trainer.result import RunResult, read_result
 from tba_megatron.transport.rendezvous import remove_rendezvous
@@ -35,7 +36,10 @@ def launch(config: Config, stream: TextIO) -> int:
     started_s = time.monotonic()
     folder = config.run.folder
     stored = folder / "config.yaml"
+    _check_model(config)
+    folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder), Supervisor(run_environment(), stream) as supervisor:
+        store_config(config, folder)  # not before the folder is ours: the roles of another launch read this file
         if is_complete(config):
             print(f"{folder} is complete; raise trainer.steps to go on, or choose another run.folder", file=stream)
             print_summary(json.loads((folder / SUMMARY).read_text()), stream)
@@ -44,6 +48,7 @@ def launch(config: Config, stream: TextIO) -> int:
             print(f"warm start: {config.sft.steps} steps on demonstrations", file=stream, flush=True)
             supervisor.run(_trainer_ranks(config, "sft", stored))
         if not supervisor.signal:
+            (folder / SUMMARY).unlink(missing_ok=True)  # that of fewer steps is no longer true
             print(f"training: {config.trainer.steps} steps, {config.search.searchers} searcher(s)", file=stream)
             stream.flush()
             supervisor.run([*_trainer_ranks(config, "train", stored), *_searchers(config, stored)])
@@ -54,9 +59,17 @@ def launch(config: Config, stream: TextIO) -> int:
     if result is None:
         raise RoleFailedError(f"the trainer ended well but wrote no result; see {folder / 'logs'}")
     summary = summarise(result, config, time.monotonic() - started_s)
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    partial = folder / f".{SUMMARY}.partial"
+    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    partial.rename(folder / SUMMARY)
     print_summary(summary, stream)
     return 0
+
+
+def _check_model(config: Config) -> None:
+    """ModelError before anything is written: a run folder belongs to the first configuration that it holds."""
+    if not (config.model.path / "config.json").exists():
+        raise ModelError(f"model.path: {config.model.path} holds no config.json; give a Hugging Face folder")
 
 
 def is_complete(config: Config) -> bool:
@@ -79,8 +92,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
                 f"run folder {folder} is in use by another tba launch; wait for it or choose another run.folder"
             ) from None
         _clear(folder)
-        yield
-        _clear(folder)
+        try:
+            yield
+        finally:
+            _clear(folder)
 
 
 def _clear(folder: Path) -> None:

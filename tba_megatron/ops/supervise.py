@@ -18,7 +18,7 @@ from typing import TextIO
 from tba_megatron.errors import RoleFailedError
 
 TERM_S = 60.0  # how long a role may take to save and leave before it is killed
-LEAVE_S = 10.0  # how long a role may take to leave when there is nothing left to do for it
+LEAVE_S = 30.0  # how long a role may take to leave when others have failed: a trainer waits 20 s for goodbyes
 RESTARTS = 3  # of one searcher
 
 
@@ -96,7 +96,9 @@ class Supervisor:
         if code == 0 or (self.signal and (not role.vital or code == -signal.SIGTERM)):
             return
         if role.vital:
-            raise RoleFailedError(f"{role.name} ended with {_describe(code)}; {_last_words(role.log)}")
+            error = RoleFailedError(f"{role.name} ended with {_describe(code)}; {_last_words(role.log)}")
+            error.exit_code = 2 if code == 2 else 1  # 2: the configuration cannot be used, whoever noticed it
+            raise error
         restarts = self._restarts[role.name] = self._restarts.get(role.name, 0) + 1
         if restarts > RESTARTS:
             raise RoleFailedError(

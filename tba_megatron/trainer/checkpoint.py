@@ -76,6 +76,25 @@ def save(
     """
     final = folder / f"{_PREFIX}{state.step:08d}"
     partial = folder / f".{final.name}.partial"
+    try:
+        _save(partial, final, policy, shard, state, groups, keep)
+    except CheckpointError:
+        if groups.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # it may hold the space that the disk lacks
+        raise
+    return final
+
+
+def _save(
+    partial: Path,
+    final: Path,
+    policy: Policy,
+    shard: ReplayShard | None,
+    state: RunState,
+    groups: Groups,
+    keep: int,
+) -> None:
+    folder = final.parent
     with _AllOrNone(groups, f"cannot save step {state.step} in {folder}"):
         if groups.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -98,7 +117,6 @@ def save(
             partial.rename(final)
             for _, old in checkpoints(folder)[:-keep]:
                 shutil.rmtree(old, ignore_errors=True)
-    return final
 
 
 def read_state(path: Path) -> RunState:

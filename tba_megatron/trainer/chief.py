@@ -118,14 +118,20 @@ class Chief:
         if now_s - max(self._waiting_since_s, self._warned_s) > QUIET_S:
             self._warned_s = now_s
             living = self._control.members()
-            _log.warning(
-                "nothing to train on for %.0f s: %d searchers alive, %d fresh groups held, %d prompts leased",
-                now_s - self._waiting_since_s,
-                len(living),
-                self._fresh_groups,
-                self._control.outstanding_prompts(),
+            ledger = self.ledger()
+            message = (
+                f"nothing to train on for {now_s - self._waiting_since_s:.0f} s: {len(living)} searchers alive, "
+                f"{self._fresh_groups} fresh groups held, {self._control.outstanding_prompts()} prompts leased, "
+                f"{ledger.invalid} of {ledger.generated} rollouts invalid "
+                f"({', '.join(sorted(self._invalid_reasons())) or 'none'})"
             )
-        return self._plan(Action.WAIT, step, publish=self._publish_plan(step, due=self._due(step)))
+            _log.warning(message)
+            print(message, flush=True)  # who watches the console would see a run that stands still
+        # Whatever is due: rollouts of older weights may not count as recent, and then nothing would ever be.
+        return self._plan(Action.WAIT, step, publish=self._publish_plan(step, due=True))
+
+    def _invalid_reasons(self) -> set[str]:
+        return {reason for counts in self._counts for reason in counts.invalid_reasons}
 
     def _stop_waiting(self) -> None:
         now_s = time.monotonic()

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tba_megatron.config_load import load_config
+from tba_megatron.config_load import load_config, store_config
 from tba_megatron.errors import RunFolderError
 from tba_megatron.ops.launch import is_complete, launch, print_summary, summarise
 from tba_megatron.trainer.result import RunResult, read_result, write_result
@@ -124,6 +124,7 @@ def test_a_run_that_ended_early_is_not_complete(config, missing):
 
 def test_launching_a_complete_run_shows_its_summary_and_leaves_nothing_new(config):
     finish(config)
+    store_config(config, config.run.folder)
     files = {path: path.read_bytes() for path in config.run.folder.iterdir() if path.is_file()}
     stream = io.StringIO()
     assert launch(config, stream) == 0
@@ -148,6 +149,7 @@ def test_a_run_folder_holds_one_launch_at_a_time(config):
         assert other.stdout.readline() == "held\n"
         with pytest.raises(RunFolderError, match="is in use by another tba launch"):
             launch(config, io.StringIO())
+        assert not (config.run.folder / "config.yaml").exists()  # the other launch's roles would read it
     finally:
         other.kill()
         other.communicate()
