@@ -234,6 +234,13 @@ def test_versions_between_two_publishes_are_only_for_newcomers(tmp_path):
     assert desk.decide(3).publish is COHORT
 
 
+def test_a_trainer_that_starves_publishes_though_it_is_not_due(tmp_path):
+    desk = Desk(tmp_path, "weights.publish_every_steps=7")
+    assert desk.decide(3).publish is None
+    plan = desk.decide(3, prompts=0)
+    assert (plan.action, plan.publish) == (Action.WAIT, COHORT)
+
+
 def test_who_evaluates_is_left_alone(tmp_path):
     desk = Desk(tmp_path)
     desk.control.change("a", evaluating=True)
