@@ -111,8 +111,12 @@ class SftConfig(Section):
 class TrainerConfig(Section):
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
+    virtual_pipeline: Count = 1
+    """Chunks of layers a pipeline stage holds (interleaved 1F1B); 1: plain 1F1B."""
     data_parallel: Count = 1
     sequence_parallel: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: ``selective`` those of attention, ``full`` every layer's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     steps: CountOrZero = 100
     """Optimizer steps of the whole run, those before a resume counted in."""
@@ -340,6 +344,11 @@ class Config(Section):
             (
                 t.sequence_parallel and t.tensor_parallel == 1,
                 "trainer.sequence_parallel: true has no effect with trainer.tensor_parallel 1; set it to false",
+            ),
+            (
+                t.virtual_pipeline > 1 and t.pipeline_parallel == 1,
+                f"trainer.virtual_pipeline: {t.virtual_pipeline} needs at least two pipeline stages; set "
+                f"trainer.pipeline_parallel or leave virtual_pipeline at 1",
             ),
             (
                 self.model.init == "random" and self.sft.steps == 0,

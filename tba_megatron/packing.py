@@ -83,6 +83,12 @@ def pack_into(
     return [_pack_one([groups[i] for i in part], multiple_of, reference_version) for part in parts]
 
 
+def padding(n_tokens: int) -> PackedMicrobatch:
+    """A microbatch of ``n_tokens`` of padding and no sequence."""
+    empty = {name: np.zeros(0, dtype) for name, dtype in _DTYPES.items()}
+    return PackedMicrobatch(**empty | _token_arrays([], 1, n_tokens), n_groups=0)
+
+
 def unpack_sums(pack: Pack, per_sequence_S: npt.ArrayLike) -> dict[RolloutId, float]:
     """The value of each sequence (for example its reference log-prob sum) by the rollout that it is."""
     values = np.asarray(per_sequence_S, np.float64)
@@ -172,11 +178,11 @@ def _pack_one(groups: Sequence[TrainGroup], multiple_of: int, reference_version:
     )
 
 
-def _token_arrays(sequences: Sequence[_Sequence], multiple_of: int) -> dict[str, npt.NDArray]:
+def _token_arrays(sequences: Sequence[_Sequence], multiple_of: int, at_least: int = 0) -> dict[str, npt.NDArray]:
     """The [T] arrays and ``cu_seqlens``."""
     ends = np.cumsum([0, *map(len, sequences)])
     n_tokens = int(ends[-1])
-    padded = math.ceil(n_tokens / multiple_of) * multiple_of
+    padded = max(math.ceil(n_tokens / multiple_of) * multiple_of, at_least)
     tokens, labels, positions = (np.zeros(padded, np.int32) for _ in range(3))
     response = np.zeros(padded, np.bool_)
     sequence_index = np.full(padded, -1, np.int32)

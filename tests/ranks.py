@@ -33,22 +33,28 @@ from tba_megatron.trainer.parallel import close_process_groups, open_process_gro
 
 
 def run_ranks(
-    function: Callable[..., Any], *args: Any, tp: int = 1, pp: int = 1, dp: int = 1, limit_s: float = 120.0
+    function: Callable[..., Any],
+    *args: Any,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    vpp: int = 1,
+    limit_s: float = 120.0,
 ) -> list[Any]:
-    """``function(groups, *args)`` on tp x pp x dp ranks; what each returned, by rank.
+    """``function(groups, *args)`` on tp x pp x dp ranks, stages in ``vpp`` chunks; what each returned, by rank.
 
     AssertionError with the traceback of the first rank that failed; all others are ended by id.
     """
     size = tp * pp * dp
     with tempfile.TemporaryDirectory() as folder:
-        pids = [_start(function, args, Path(folder), rank, (tp, pp, dp)) for rank in range(size)]
+        pids = [_start(function, args, Path(folder), rank, (tp, pp, dp, vpp)) for rank in range(size)]
         failure = _wait(dict(zip(pids, range(size), strict=True)), Path(folder), limit_s)
         if failure:
             raise AssertionError(failure)
         return [pickle.loads((Path(folder) / f"out{rank}").read_bytes()) for rank in range(size)]
 
 
-def _start(function, args, folder: Path, rank: int, sizes: tuple[int, int, int]) -> int:
+def _start(function, args, folder: Path, rank: int, sizes: tuple[int, int, int, int]) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -65,6 +71,7 @@ def _start(function, args, folder: Path, rank: int, sizes: tuple[int, int, int])
             tensor_parallel=sizes[0],
             pipeline_parallel=sizes[1],
             data_parallel=sizes[2],
+            virtual_pipeline=sizes[3],
             seed=0,
             timeout_s=60.0,
         )

@@ -89,11 +89,12 @@ def rollout(sequence: int, token_ids, reward: float, *, step: int = 0) -> Rollou
     )
 
 
-def trainer_config(tp: int = 1, pp: int = 1, dp: int = 1, **fields) -> TrainerConfig:
+def trainer_config(tp: int = 1, pp: int = 1, dp: int = 1, vpp: int = 1, **fields) -> TrainerConfig:
     return TrainerConfig(
         tensor_parallel=tp,
         pipeline_parallel=pp,
         data_parallel=dp,
+        virtual_pipeline=vpp,
         **({"optimizer": OPTIMIZER, "microbatch_tokens": 64} | fields),
     )
 
@@ -118,7 +119,7 @@ class Rank:
     def __init__(self, groups, trainer: TrainerConfig, folder: Path, reference_folder: Path | None = None) -> None:
         from tba_megatron.loss.balance import TbVarGradLoss
         from tba_megatron.models.registry import read_model
-        from tba_megatron.trainer.model import build_gpt, build_policy
+        from tba_megatron.trainer.model import build_chunks, build_policy
         from tba_megatron.trainer.reference import Reference
         from tba_megatron.trainer.step import HeadSettings
         from tba_megatron.trainer.weights_io import load_hf
@@ -126,9 +127,9 @@ class Rank:
         self.groups, self.trainer = groups, trainer
         self.architecture, self.shape = read_model(folder)
         self.head = HeadSettings(temperature=1.0, vocab_size=self.shape.vocab_size)
-        gpt = build_gpt(self.shape, trainer, groups)
-        load_hf(gpt, self.architecture, self.shape, folder, groups)
-        self.policy = build_policy(gpt, trainer, trainer.optimizer, groups, trainer.steps)
+        chunks = build_chunks(self.shape, trainer, groups)
+        load_hf(chunks, self.architecture, self.shape, folder, groups)
+        self.policy = build_policy(chunks, trainer, trainer.optimizer, trainer.steps)
         self.reference = Reference(
             self.architecture, self.shape, trainer, reference_folder or folder, self.head, groups
         )
@@ -149,7 +150,7 @@ class Rank:
 
         packs = self.packs(train_groups)
         batches = [to_device(pack.microbatch, self.groups.device) for pack in packs]
-        sums = sequence_logprobs(self.policy.gpt, batches, self.head, self.groups)
+        sums = sequence_logprobs(self.policy.chunks, batches, self.head, self.groups)
         return {
             rollout_id.sequence: float(value)
             for pack, sums_S in zip(packs, sums, strict=False)
@@ -167,7 +168,7 @@ class Rank:
     def weights(self) -> dict[str, torch.Tensor]:
         from tba_megatron.trainer.weights_io import stream_hf
 
-        named = dict(stream_hf(self.policy.gpt, self.architecture, self.shape, self.groups, torch.float32))
+        named = dict(stream_hf(self.policy.chunks, self.architecture, self.shape, self.groups, torch.float32))
         return named if self.groups.is_stage_leader else {}
 
     def train(self, batches: Sequence[Sequence[TrainGroup]]) -> Trained:
@@ -181,7 +182,7 @@ class Rank:
             trained.skipped.append(done.skipped)
             trained.statistics.append(dict(done.statistics))
             trained.weights.append(self.weights())
-        trained.local = {name: p.detach().clone() for name, p in self.policy.gpt.named_parameters()}
+        trained.local = {name: p.detach().clone() for name, p in self.policy.chunks[0].named_parameters()}
         return trained
 
 

@@ -38,6 +38,7 @@ def trainer_groups(config: Config) -> Iterator[Groups]:
         data_parallel=trainer.data_parallel,
         seed=config.run.seed,
         timeout_s=trainer.distributed_timeout_s,
+        virtual_pipeline=trainer.virtual_pipeline,
     )
     yield groups
     # Only after success: a rank that failed must not wait here for peers that still work.

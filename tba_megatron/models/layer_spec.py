@@ -91,11 +91,11 @@ def runs_of_equal_length(lengths: list[int]) -> tuple[tuple[int, int], ...]:
     return tuple((length, len(list(same))) for length, same in groupby(lengths) if length)
 
 
-def transformer_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers that this pipeline stage builds, as a spec for Megatron's GPTModel."""
+def transformer_block_spec(config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
+    """The layers of this stage's virtual pipeline chunk ``chunk``, as a spec for Megatron's GPTModel."""
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization=config.normalization)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm  # type: ignore[union-attr]
     parts.self_attention.submodules.core_attention = PackedAttention  # type: ignore[union-attr]
-    n_layers = get_num_layers_to_build(config)
+    n_layers = get_num_layers_to_build(config, chunk)
     return TransformerBlockSubmodules(layer_specs=[layer] * n_layers, layer_norm=TorchNorm)  # type: ignore[arg-type]

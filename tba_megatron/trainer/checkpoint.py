@@ -152,16 +152,17 @@ def _load_shard(path: Path, shard: ReplayShard) -> None:
 def load_policy(path: Path, policy: Policy) -> None:
     """Restore model, optimizer, schedule and RNG alone; a collective over all ranks."""
     loaded: Any = dist_checkpointing.load(_sharded_state(policy, loading=True), str(path / "model"))
-    policy.gpt.load_state_dict(loaded["model"])
+    for i, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
     policy.optimizer.load_state_dict(loaded["optimizer"])
     policy.scheduler.load_state_dict(loaded["scheduler"])
     torch.set_rng_state(loaded["rng"]["torch"])
 
 
 def _sharded_state(policy: Policy, *, loading: bool) -> dict[str, Any]:
-    model = policy.gpt.sharded_state_dict(metadata=_METADATA)
+    model = {f"model{i}": chunk.sharded_state_dict(metadata=_METADATA) for i, chunk in enumerate(policy.chunks)}
     return {
-        "model": model,
+        **model,
         "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_METADATA),
         "scheduler": policy.scheduler.state_dict(),
         # Nothing draws from it while dropout is 0; a resume at another world size takes rank 0's.

@@ -25,7 +25,7 @@ from tba_megatron.trainer.checkpoint import RunState
 from tba_megatron.trainer.chief import Chief
 from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
 from tba_megatron.trainer.loop import TrainLoop
-from tba_megatron.trainer.model import Policy, build_gpt, build_policy
+from tba_megatron.trainer.model import Policy, build_chunks, build_policy
 from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.reference import Reference
 from tba_megatron.trainer.result import write_result
@@ -105,13 +105,13 @@ def _build_model(config: Config, groups: Groups) -> _Model:
     trainer, folder = config.trainer, config.start_model
     architecture, shape = read_model(folder)
     head = HeadSettings(temperature=config.objective.temperature, vocab_size=shape.vocab_size)
-    gpt = build_gpt(shape, trainer, groups)
-    load_hf(gpt, architecture, shape, folder, groups)
+    chunks = build_chunks(shape, trainer, groups)
+    load_hf(chunks, architecture, shape, folder, groups)
     return _Model(
         architecture=architecture,
         shape=shape,
         head=head,
-        policy=build_policy(gpt, trainer, trainer.optimizer, groups, trainer.steps),
+        policy=build_policy(chunks, trainer, trainer.optimizer, trainer.steps),
         reference=Reference(architecture, shape, trainer, folder, head, groups),
     )
 
@@ -219,7 +219,7 @@ def _open_control(
 def _export(config: Config, policy: Policy, groups: Groups, folder: Path) -> None:
     architecture, shape = read_model(config.start_model)
     export_hf(
-        policy.gpt,
+        policy.chunks,
         architecture,
         shape,
         groups,
@@ -236,8 +236,8 @@ def _export(config: Config, policy: Policy, groups: Groups, folder: Path) -> Non
 def export_newest(config: Config, groups: Groups, folder: Path) -> int:
     """Write the newest checkpoint as a Hugging Face folder; its step. A collective over all ranks."""
     _, shape = read_model(config.start_model)
-    gpt = build_gpt(shape, config.trainer, groups)
-    policy = build_policy(gpt, config.trainer, config.trainer.optimizer, groups, config.trainer.steps)
+    chunks = build_chunks(shape, config.trainer, groups)
+    policy = build_policy(chunks, config.trainer, config.trainer.optimizer, config.trainer.steps)
     found = checkpoint.checkpoints(config.run.folder / "checkpoints")
     if not found:
         raise CheckpointError(f"{config.run.folder / 'checkpoints'} holds no checkpoint; train first")

@@ -5,18 +5,13 @@ T packed tokens, V vocabulary, S sequences.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -28,21 +23,10 @@ from torch import Tensor
 
 from tba_megatron.config import OptimizerSection, TrainerConfig
 from tba_megatron.dist import Groups
-from tba_megatron.errors import ConfigError
 from tba_megatron.models.architecture import ModelShape
 from tba_megatron.models.layer_spec import runs_of_equal_length, transformer_block_spec
+from tba_megatron.trainer.megatron_config import DTYPES, transformer_config
 from tba_megatron.types import PackedMicrobatch
-
-# Fields of TransformerConfig that would switch on what this trainer cannot do; refused whatever their value.
-REFUSED = {
-    "num_moe_experts": "mixture of experts",
-    "moe_layer_freq": "mixture of experts",
-    "context_parallel_size": "context parallelism",
-    "fp8": "FP8",
-    "fp4": "FP4",
-    "virtual_pipeline_model_parallel_size": "interleaved pipeline stages",
-}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Megatron logs a line for each configuration object and each parameter group; ours are in the run folder.
 logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -98,124 +82,61 @@ def to_device(microbatch: PackedMicrobatch, device: torch.device) -> Batch:
     )
 
 
-def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> TransformerConfig:
-    """Megatron's TransformerConfig; ConfigError for a ``megatron_extra`` key that it does not have."""
-    dtype = DTYPES[trainer.dtype]
-    fields: dict[str, Any] = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.query_heads,
-        "num_query_groups": shape.kv_heads,
-        "ffn_hidden_size": shape.intermediate_size,
-        "kv_channels": shape.head_size,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": shape.norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": shape.qkv_bias,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "tensor_model_parallel_size": trainer.tensor_parallel,
-        "pipeline_model_parallel_size": trainer.pipeline_parallel,
-        "sequence_parallel": trainer.sequence_parallel,
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, for dense models too (0.16.1)
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        # What it draws is replaced by weights_io, but drawing also marks parameters as tensor-parallel (0.16.1).
-        "use_cpu_initialization": True,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "deallocate_pipeline_outputs": True,
-        "finalize_model_grads_func": finalize_model_grads,
-    }
-    _check_shape(shape, trainer)
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
-    problems = [
-        f"trainer.megatron_extra.{name}: "
-        + (
-            f"{REFUSED[name]} is not supported; remove it"
-            if name in REFUSED
-            else "is set by another part of the configuration"
-            if name in fields
-            else "unknown to TransformerConfig"
-        )
-        for name in trainer.megatron_extra
-        if name in REFUSED or name in fields or name not in known
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return TransformerConfig(**fields, **trainer.megatron_extra)
+def build_chunks(shape: ModelShape, trainer: TrainerConfig, groups: Groups) -> tuple[GPTModel, ...]:
+    """This rank's part of the model: one GPTModel, or with ``virtual_pipeline`` as many, in order of depth.
 
-
-def _check_shape(shape: ModelShape, trainer: TrainerConfig) -> None:
-    tp, pp = trainer.tensor_parallel, trainer.pipeline_parallel
-    sizes = {
-        "num_attention_heads": (shape.query_heads, tp, "tensor_parallel"),
-        "num_key_value_heads": (shape.kv_heads, tp, "tensor_parallel"),
-        "intermediate_size": (shape.intermediate_size, tp, "tensor_parallel"),
-    }
-    uneven = {
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "pipeline_model_parallel_layout",
-    }
-    if not uneven & trainer.megatron_extra.keys():
-        sizes["num_hidden_layers"] = (shape.num_layers, pp, "pipeline_parallel")
-    problems = [
-        f"trainer.{key}: {size} does not divide {name} = {value} of the model; choose a divisor of {value}"
-        for name, (value, size, key) in sizes.items()
-        if value % size
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-def build_gpt(shape: ModelShape, trainer: TrainerConfig, groups: Groups) -> GPTModel:
-    """This rank's part of the model. Its parameters hold nothing of use yet: ``weights_io`` fills them."""
+    Their parameters hold nothing of use yet: ``weights_io`` fills them.
+    """
     config = transformer_config(shape, trainer)
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=transformer_block_spec(config),  # type: ignore[arg-type]
-        vocab_size=shape.padded_vocab(groups.tp_size),
-        max_sequence_length=shape.max_positions,
-        pre_process=groups.pp_rank == 0,
-        post_process=groups.is_last_stage,
-        parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,  # type: ignore[arg-type]
-    ).to(groups.device)
+    n_chunks = trainer.virtual_pipeline
+    return tuple(
+        GPTModel(
+            config=config,
+            transformer_layer_spec=transformer_block_spec(config, chunk),  # type: ignore[arg-type]
+            vocab_size=shape.padded_vocab(groups.tp_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=groups.pp_rank == 0 and chunk == 0,
+            post_process=groups.is_last_stage and chunk == n_chunks - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+            vp_stage=chunk if n_chunks > 1 else None,
+        ).to(groups.device)
+        for chunk in range(n_chunks)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """The trained model of this rank with its optimizer and schedule."""
 
-    gpt: GPTModel  # the bare model: parameters under Megatron's names
-    ddp: DistributedDataParallel
+    chunks: tuple[GPTModel, ...]  # the bare model: parameters under Megatron's names
+    ddp: tuple[DistributedDataParallel, ...]  # each chunk, wrapped
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
     @property
     def config(self) -> TransformerConfig:
-        return self.gpt.config
+        return self.chunks[0].config
 
 
-def build_policy(
-    gpt: GPTModel, trainer: TrainerConfig, section: OptimizerSection, groups: Groups, steps: int
-) -> Policy:
-    """Wrap ``gpt`` in Megatron's DDP, with DistributedOptimizer and OptimizerParamScheduler."""
-    module = Float16Module(gpt.config, gpt) if trainer.dtype == "bfloat16" else gpt
+def build_policy(chunks: Sequence[GPTModel], trainer: TrainerConfig, section: OptimizerSection, steps: int) -> Policy:
+    """Wrap ``chunks`` in Megatron's DDP, with DistributedOptimizer and OptimizerParamScheduler."""
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    ddp = DistributedDataParallel(gpt.config, ddp_config, module)
-    ddp.broadcast_params()
+    config = chunks[0].config
+    ddp = tuple(
+        DistributedDataParallel(
+            config,
+            ddp_config,
+            Float16Module(config, gpt) if trainer.dtype == "bfloat16" else gpt,
+            # As Megatron's training does (0.16.1): only the first chunk's gradients are worth overlapping.
+            disable_bucketing=i > 0,
+        )
+        for i, gpt in enumerate(chunks)
+    )
+    for wrapped in ddp:
+        wrapped.broadcast_params()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -230,10 +151,10 @@ def build_policy(
             bf16=trainer.dtype == "bfloat16",
             params_dtype=DTYPES[trainer.dtype],
         ),
-        [ddp],
+        list(ddp),
     )
-    gpt.config.grad_scale_func = optimizer.scale_loss
-    return Policy(gpt=gpt, ddp=ddp, optimizer=optimizer, scheduler=_scheduler(optimizer, section, steps))
+    config.grad_scale_func = optimizer.scale_loss
+    return Policy(chunks=tuple(chunks), ddp=ddp, optimizer=optimizer, scheduler=_scheduler(optimizer, section, steps))
 
 
 def _final_rate(section: OptimizerSection) -> float:
@@ -266,14 +187,15 @@ def forward(gpt: torch.nn.Module, batch: Batch) -> Tensor:
     return gpt(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
 
 
-def named_parameters(gpt: GPTModel) -> Mapping[str, torch.nn.Parameter]:
+def named_parameters(chunks: Sequence[GPTModel]) -> Mapping[str, torch.nn.Parameter]:
     """This rank's parameters under Megatron's names, with layers counted over the whole model."""
     names: dict[str, torch.nn.Parameter] = {}
-    layers: Any = gpt.decoder.layers
-    first_layer = layers[0].layer_number - 1 if len(layers) else 0
-    for name, parameter in gpt.named_parameters():
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(int(parts[2]) + first_layer)
-        names[".".join(parts)] = parameter
+    for gpt in chunks:
+        layers: Any = gpt.decoder.layers
+        first_layer = layers[0].layer_number - 1 if len(layers) else 0
+        for name, parameter in gpt.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(int(parts[2]) + first_layer)
+            names[".".join(parts)] = parameter
     return names

@@ -14,7 +14,13 @@ from tba_megatron.errors import ConfigError
 
 
 def open_process_groups(
-    *, tensor_parallel: int, pipeline_parallel: int, data_parallel: int, seed: int, timeout_s: float
+    *,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    data_parallel: int,
+    seed: int,
+    timeout_s: float,
+    virtual_pipeline: int = 1,
 ) -> Groups:
     """Join the trainer's world and build its groups. ConfigError when the world has another size than tp x pp x dp."""
     info = rank_from_environment()
@@ -33,6 +39,7 @@ def open_process_groups(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
+        virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     model_parallel_cuda_manual_seed(seed)

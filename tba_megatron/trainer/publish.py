@@ -129,7 +129,7 @@ class Publisher:
         buckets: list[Tensor] = []
         manifest, finite = None, True
         if groups.dp_rank == 0:
-            tensors = list(stream_hf(policy.gpt, self._architecture, self._shape, groups, self._dtype))
+            tensors = list(stream_hf(policy.chunks, self._architecture, self._shape, groups, self._dtype))
             finite = all(bool(torch.isfinite(tensor).all()) for _, tensor in tensors)
             manifest, buckets = build_buckets(version, tensors, self._config.bucket_bytes, groups.pp_rank)
         parts: list[tuple[bool, Manifest | None]] = [(finite, manifest)]

@@ -12,7 +12,7 @@ from tba_megatron.config import TrainerConfig
 from tba_megatron.dist import Groups
 from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.packing import Pack, unpack_sums
-from tba_megatron.trainer.model import build_gpt, to_device
+from tba_megatron.trainer.model import build_chunks, to_device
 from tba_megatron.trainer.step import HeadSettings, sequence_logprobs
 from tba_megatron.trainer.weights_io import load_hf
 from tba_megatron.types import RolloutId
@@ -32,10 +32,11 @@ class Reference:
         head: HeadSettings,
         groups: Groups,
     ) -> None:
-        self._gpt = build_gpt(shape, trainer, groups)
-        load_hf(self._gpt, architecture, shape, folder, groups)
-        self._gpt.requires_grad_(False)
-        self._gpt.eval()
+        self._chunks = build_chunks(shape, trainer, groups)
+        load_hf(self._chunks, architecture, shape, folder, groups)
+        for chunk in self._chunks:
+            chunk.requires_grad_(False)
+            chunk.eval()
         self._head = head
         self._groups = groups
 
@@ -49,7 +50,7 @@ class Reference:
         if not missing:
             return list(packs), {}
         batches = [to_device(packs[i].microbatch, self._groups.device) for i in missing]
-        sums = sequence_logprobs(self._gpt, batches, self._head, self._groups)
+        sums = sequence_logprobs(self._chunks, batches, self._head, self._groups)
         filled, computed = list(packs), {}
         for i, sums_S in zip(missing, sums, strict=False):  # no sums on other stages
             pack, values_S = packs[i], sums_S.cpu().numpy()

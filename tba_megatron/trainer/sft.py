@@ -14,7 +14,7 @@ from tba_megatron.loss.supervised import SupervisedLoss
 from tba_megatron.metrics import MetricLog
 from tba_megatron.models.registry import read_model
 from tba_megatron.packing import pack_demonstrations
-from tba_megatron.trainer.model import build_gpt, build_policy, to_device
+from tba_megatron.trainer.model import build_chunks, build_policy, to_device
 from tba_megatron.trainer.step import HeadSettings, update
 from tba_megatron.trainer.weights_io import export_hf, load_hf, load_random
 from tba_megatron.types import TokenIds
@@ -34,12 +34,12 @@ def warm_start(
     """
     sft, trainer = config.sft, config.trainer
     architecture, shape = read_model(config.model.path)
-    gpt = build_gpt(shape, trainer, groups)
+    chunks = build_chunks(shape, trainer, groups)
     if config.model.init == "pretrained":
-        load_hf(gpt, architecture, shape, config.model.path, groups)
+        load_hf(chunks, architecture, shape, config.model.path, groups)
     else:
-        load_random(gpt, architecture, shape, config.run.seed, groups)
-    policy = build_policy(gpt, trainer, sft.optimizer, groups, sft.steps)
+        load_random(chunks, architecture, shape, config.run.seed, groups)
+    policy = build_policy(chunks, trainer, sft.optimizer, sft.steps)
     head = HeadSettings(temperature=1.0, vocab_size=shape.vocab_size)
     multiple_of = groups.tp_size if trainer.sequence_parallel else 1
     skipped = 0
@@ -66,7 +66,7 @@ def warm_start(
     if skipped == sft.steps:
         raise TbaError(f"sft: all {skipped} steps had a non-finite gradient; lower sft.optimizer.learning_rate")
     export_hf(
-        gpt,
+        chunks,
         architecture,
         shape,
         groups,

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from tba_megatron.dist import Groups
 from tba_megatron.loss.base import Loss, LossOutput, loss_inputs, mean_statistics, segment_sum
+from tba_megatron.packing import padding
 from tba_megatron.trainer.head import response_logprobs
-from tba_megatron.trainer.model import Batch, Policy, forward
+from tba_megatron.trainer.model import Batch, Policy, forward, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,31 +42,42 @@ class Update:
 
 
 def _run_schedule(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     batches: Sequence[Batch],
     on_logits: Callable[[Tensor, Batch], tuple[Tensor, object]],
+    groups: Groups,
     *,
     forward_only: bool,
 ) -> list:
     """Megatron's schedule for this pipeline size; what ``on_logits`` returned on the last stage, in order."""
+    n_batches = len(batches)
+    batches = fill_up(batches, len(chunks), groups)
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module):
         batch = next(batches)
         return forward(model, batch), lambda logits: on_logits(logits, batch)
 
-    return get_forward_backward_func()(
+    outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=model,
+        data_iterator=[iter(batches) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(batches),
         seq_length=max(batch.tokens.shape[1] for batch in batches),
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    return outputs[:n_batches]
+
+
+def fill_up(batches: Sequence[Batch], n_chunks: int, groups: Groups) -> Sequence[Batch]:
+    """``batches`` and, with interleaved stages, microbatches of padding: that schedule (0.16.1) takes multiples of
+    the pipeline size only. They have no responses, so they add nothing to loss or gradient."""
+    n_missing = -len(batches) % groups.pp_size if n_chunks > 1 else 0
+    return [*batches, *[to_device(padding(groups.tp_size), groups.device)] * n_missing]
 
 
 def sequence_logprobs(
-    gpt: torch.nn.Module, batches: Sequence[Batch], head: HeadSettings, groups: Groups
+    chunks: Sequence[torch.nn.Module], batches: Sequence[Batch], head: HeadSettings, groups: Groups
 ) -> list[Tensor]:
     """Sum of the completion's log-probs for each sequence: float64 [S] a microbatch, on the last stage only."""
 
@@ -75,17 +87,19 @@ def sequence_logprobs(
         return logits.new_zeros(()), sums.clone()
 
     with torch.no_grad():
-        return _run_schedule(gpt, batches, on_logits, forward_only=True)
+        return _run_schedule(chunks, batches, on_logits, groups, forward_only=True)
 
 
-def token_logprobs(gpt: torch.nn.Module, batches: Sequence[Batch], head: HeadSettings, groups: Groups) -> list[Tensor]:
+def token_logprobs(
+    chunks: Sequence[torch.nn.Module], batches: Sequence[Batch], head: HeadSettings, groups: Groups
+) -> list[Tensor]:
     """Log-probs of the response tokens: float32 [R] a microbatch, on the last stage only."""
 
     def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         return logits.new_zeros(()), _logprobs(logits, batch, head, groups).clone()
 
     with torch.no_grad():
-        return _run_schedule(gpt, batches, on_logits, forward_only=True)
+        return _run_schedule(chunks, batches, on_logits, groups, forward_only=True)
 
 
 def _logprobs(logits: Tensor, batch: Batch, head: HeadSettings, groups: Groups) -> Tensor:
@@ -113,18 +127,19 @@ def update(
     the gradient does not depend on how groups fall into microbatches and replicas. A non-finite gradient skips the
     step: nothing is applied, on any rank.
     """
-    policy.ddp.train()
-    policy.ddp.zero_grad_buffer()
+    for chunk in policy.ddp:
+        chunk.train()
+        chunk.zero_grad_buffer()
     policy.optimizer.zero_grad()
     # Megatron averages over microbatches and over data-parallel ranks; ours is a sum with one global normaliser.
-    scale = len(batches) * groups.dp_size
+    scale = len(fill_up(batches, len(policy.chunks), groups)) * groups.dp_size
 
     def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, LossOutput]:
         logprobs = _logprobs(logits, batch, head, groups)
         output = loss(loss_inputs(batch.host, logprobs, normaliser=normaliser))
         return (output.loss * scale).float(), output
 
-    parts = _run_schedule(policy.ddp, batches, on_logits, forward_only=False)
+    parts = _run_schedule(policy.ddp, batches, on_logits, groups, forward_only=False)
     # Before the update, so that step k of a warm-up of w steps is made at k / w of the peak, and none at rate 0.
     policy.scheduler.step(1)
     norm, skipped = _apply_gradient(policy)

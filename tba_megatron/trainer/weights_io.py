@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,15 +24,19 @@ TIED_COPY = "output_layer.weight"  # with tied embeddings the last of several st
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def load_hf(gpt: GPTModel, architecture: Architecture, shape: ModelShape, folder: Path, groups: Groups) -> None:
+def load_hf(
+    chunks: Sequence[GPTModel], architecture: Architecture, shape: ModelShape, folder: Path, groups: Groups
+) -> None:
     """Copy this rank's shards out of ``folder``; ModelError names anything missing, unexpected or of another shape."""
     with open_tensors(folder) as tensors:
-        _fill(gpt, architecture, shape, tensors, str(folder), groups)
+        _fill(chunks, architecture, shape, tensors, str(folder), groups)
 
 
-def load_random(gpt: GPTModel, architecture: Architecture, shape: ModelShape, seed: int, groups: Groups) -> None:
+def load_random(
+    chunks: Sequence[GPTModel], architecture: Architecture, shape: ModelShape, seed: int, groups: Groups
+) -> None:
     """This rank's shards of seeded random weights, the same model for every parallel layout."""
-    _fill(gpt, architecture, shape, RandomTensors(architecture, shape, seed), "random weights", groups)
+    _fill(chunks, architecture, shape, RandomTensors(architecture, shape, seed), "random weights", groups)
 
 
 class _Tensors(Protocol):
@@ -43,9 +47,14 @@ class _Tensors(Protocol):
 
 
 def _fill(
-    gpt: GPTModel, architecture: Architecture, shape: ModelShape, tensors: _Tensors, source: str, groups: Groups
+    chunks: Sequence[GPTModel],
+    architecture: Architecture,
+    shape: ModelShape,
+    tensors: _Tensors,
+    source: str,
+    groups: Groups,
 ) -> None:
-    own = dict(named_parameters(gpt))
+    own = dict(named_parameters(chunks))
     rules = {rule.megatron: rule for rule in architecture.rules(shape, groups.tp_size)}
     if TIED_COPY in own and TIED_COPY not in rules:
         rules[TIED_COPY] = rules[EMBEDDING]
@@ -76,16 +85,16 @@ def _copy(parameter: torch.nn.Parameter, rule: Rule, tensors: list[Tensor], sour
 
 
 def stage_rules(
-    gpt: GPTModel, architecture: Architecture, shape: ModelShape, groups: Groups
+    chunks: Sequence[GPTModel], architecture: Architecture, shape: ModelShape, groups: Groups
 ) -> list[tuple[Rule, torch.nn.Parameter]]:
     """The rules that this pipeline stage supplies, in checkpoint order; the tied copy is never among them."""
-    own = named_parameters(gpt)
+    own = named_parameters(chunks)
     rules = architecture.rules(shape, groups.tp_size)
     return [(rule, own[rule.megatron]) for rule in rules if rule.megatron in own]
 
 
 def stream_hf(
-    gpt: GPTModel, architecture: Architecture, shape: ModelShape, groups: Groups, dtype: torch.dtype
+    chunks: Sequence[GPTModel], architecture: Architecture, shape: ModelShape, groups: Groups, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """This stage's (Hugging Face name, full tensor), one at a time, joined over the tensor-parallel ranks.
 
@@ -93,7 +102,7 @@ def stream_hf(
     tensors; they are copies.
     """
     tp_group = parallel_state.get_tensor_model_parallel_group()
-    for rule, parameter in stage_rules(gpt, architecture, shape, groups):
+    for rule, parameter in stage_rules(chunks, architecture, shape, groups):
         local = parameter.detach().to(dtype).contiguous()
         if groups.tp_size > 1:
             shards = [torch.empty_like(local) for _ in range(groups.tp_size)]
@@ -104,7 +113,7 @@ def stream_hf(
 
 
 def export_hf(
-    gpt: GPTModel,
+    chunks: Sequence[GPTModel],
     architecture: Architecture,
     shape: ModelShape,
     groups: Groups,
@@ -117,7 +126,7 @@ def export_hf(
 
     Stages send their tensors to rank 0 in order. The folder appears when it is complete.
     """
-    tensors = [(n, t.cpu()) for n, t in stream_hf(gpt, architecture, shape, groups, getattr(torch, dtype))]
+    tensors = [(n, t.cpu()) for n, t in stream_hf(chunks, architecture, shape, groups, getattr(torch, dtype))]
     mine = tensors if groups.is_stage_leader else []
     gathered: list[list[tuple[str, Tensor]]] | None = (
         [[] for _ in range(groups.info.world_size)] if groups.rank == 0 else None

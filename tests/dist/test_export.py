@@ -22,7 +22,7 @@ def train_and_export(groups, trainer, folder, target):
     rank = tiny.Rank(groups, trainer, folder)
     rank.train(BATCHES)
     export_hf(
-        rank.policy.gpt, rank.architecture, rank.shape, groups, folder=target, template=folder, dtype=trainer.dtype
+        rank.policy.chunks, rank.architecture, rank.shape, groups, folder=target, template=folder, dtype=trainer.dtype
     )
     return rank.logprobs(PROBE), tiny.whole([rank.weights()]) if groups.info.world_size == 1 else rank.weights()
 
@@ -97,12 +97,12 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(spoil, words, tmp_path)
     save_file(tensors, folder / "model.safetensors")
 
     def body(groups):
-        from tba_megatron.trainer.model import build_gpt
+        from tba_megatron.trainer.model import build_chunks
 
         architecture, shape = read_model(folder)
-        gpt = build_gpt(shape, tiny.trainer_config(), groups)
+        chunks = build_chunks(shape, tiny.trainer_config(), groups)
         with pytest.raises(ModelError) as caught:
-            load_hf(gpt, architecture, shape, folder, groups)
+            load_hf(chunks, architecture, shape, folder, groups)
         return str(caught.value)
 
     (message,) = run_ranks(body)

@@ -37,11 +37,11 @@ def test_an_infinite_gradient_skips_the_step_on_all_ranks_and_the_next_one_is_no
     def body(groups):
         rank = tiny.Rank(groups, tiny.trainer_config(**sizes), model)
         rank.step(GROUPS)
-        parameters = [p.detach().clone() for p in rank.policy.gpt.parameters()]
+        parameters = [p.detach().clone() for p in rank.policy.chunks[0].parameters()]
         moments = state(rank.policy)
         bad = rank.step(with_reward(1e38))
         assert bad.skipped and not math.isfinite(bad.grad_norm)
-        for before, after in zip(parameters, rank.policy.gpt.parameters(), strict=True):
+        for before, after in zip(parameters, rank.policy.chunks[0].parameters(), strict=True):
             assert torch.equal(before, after)
         assert all(torch.equal(a, b) for a, b in zip(moments, state(rank.policy), strict=True))
         good = rank.step(GROUPS)
@@ -66,7 +66,7 @@ def test_a_policy_that_is_not_finite_is_never_published(sizes, model):
         )
         if groups.rank == groups.info.world_size - 1:  # the damage of one rank has to stop all
             with torch.no_grad():
-                rank.policy.gpt.decoder.layers[-1].mlp.linear_fc2.weight[-1, -1] = torch.nan
+                rank.policy.chunks[0].decoder.layers[-1].mlp.linear_fc2.weight[-1, -1] = torch.nan
         cohort = CohortPlan(epoch=0, host="127.0.0.1", port=1, searchers=("a",), receivers=1)
         publisher.publish(rank.policy, PolicyVersion(0, 1), cohort)
         assert not publisher.busy and publisher._thread is None

@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 from tba_megatron.errors import ConfigError
 from tba_megatron.models.registry import read_model
-from tba_megatron.trainer.model import transformer_config
+from tba_megatron.trainer.megatron_config import transformer_config
 
 BATCHES = [tiny.train_groups(4, seed=seed) for seed in range(3)]
 KINDS = {"qwen2_tied": ("qwen2", True), "qwen2_untied": ("qwen2", False), "llama_untied": ("llama", False)}
@@ -134,7 +134,7 @@ def test_replicas_may_have_different_numbers_of_microbatches(folders, one_rank):
 
 def uneven_stages(groups, trainer, folder, reference_folder):
     rank = tiny.Rank(groups, trainer, folder, reference_folder)
-    return len(rank.policy.gpt.decoder.layers), rank.train(BATCHES)
+    return len(rank.policy.chunks[0].decoder.layers), rank.train(BATCHES)
 
 
 def test_three_layers_on_two_uneven_stages(tmp_path):
@@ -157,7 +157,7 @@ def probabilities_of_all_tokens(groups, folder):
     (pack,) = rank.packs(BATCHES[0][:1])
     batch = to_device(pack.microbatch, groups.device)
     with torch.no_grad():
-        logits = forward(rank.policy.gpt, batch)
+        logits = forward(rank.policy.chunks[0], batch)
         total = torch.zeros(len(batch.rows))
         for token in range(tiny.VOCAB):
             labels = torch.full_like(batch.labels, token)

@@ -92,7 +92,7 @@ def logprobs_of(rank: tiny.Rank, text: np.ndarray) -> np.ndarray:
     )
     (packed,) = pack([group], 1024, 1, reference_version=0)
     batch = to_device(packed.microbatch, rank.groups.device)
-    found = token_logprobs(rank.policy.gpt, [batch], rank.head, rank.groups)
+    found = token_logprobs(rank.policy.chunks, [batch], rank.head, rank.groups)
     return found[0].numpy() if rank.groups.is_last_stage else np.empty(0)
 
 

@@ -1,0 +1,119 @@
+"""Megatron's TransformerConfig of a model and a layout; what cannot work is refused here, each in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tba_megatron.config import TrainerConfig
+from tba_megatron.errors import ConfigError
+from tba_megatron.models.architecture import ModelShape
+
+# Fields of TransformerConfig that would switch on what this trainer cannot do; refused whatever their value.
+REFUSED = {
+    "num_moe_experts": "mixture of experts",
+    "moe_layer_freq": "mixture of experts",
+    "context_parallel_size": "context parallelism",
+    "fp8": "FP8",
+    "fp4": "FP4",
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> TransformerConfig:
+    """Megatron's TransformerConfig; ConfigError for a ``megatron_extra`` key that it does not have."""
+    dtype = DTYPES[trainer.dtype]
+    fields: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.query_heads,
+        "num_query_groups": shape.kv_heads,
+        "ffn_hidden_size": shape.intermediate_size,
+        "kv_channels": shape.head_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": trainer.tensor_parallel,
+        "pipeline_model_parallel_size": trainer.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": trainer.virtual_pipeline if trainer.virtual_pipeline > 1 else None,
+        # Interleaved stages exchange messages of different lengths both ways at once: sent in batches between two
+        # stages they cross, and equal lengths would go wrong silently (0.16.1). Posted one by one they do not.
+        "overlap_p2p_comm": trainer.virtual_pipeline > 1,
+        "batch_p2p_comm": trainer.virtual_pipeline == 1,
+        "sequence_parallel": trainer.sequence_parallel,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, for dense models too (0.16.1)
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # What it draws is replaced by weights_io, but drawing also marks parameters as tensor-parallel (0.16.1).
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "deallocate_pipeline_outputs": True,
+        "finalize_model_grads_func": finalize_model_grads,
+        **_RECOMPUTE[trainer.recompute],
+    }
+    _check_shape(shape, trainer)
+    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    problems = [
+        f"trainer.megatron_extra.{name}: "
+        + (
+            f"{REFUSED[name]} is not supported; remove it"
+            if name in REFUSED
+            else "is set by another part of the configuration"
+            if name in fields
+            else "unknown to TransformerConfig"
+        )
+        for name in trainer.megatron_extra
+        if name in REFUSED or name in fields or name not in known
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return TransformerConfig(**fields, **trainer.megatron_extra)
+
+
+def _check_shape(shape: ModelShape, trainer: TrainerConfig) -> None:
+    tp, pp = trainer.tensor_parallel, trainer.pipeline_parallel
+    sizes = {
+        "num_attention_heads": (shape.query_heads, tp, "tensor_parallel"),
+        "num_key_value_heads": (shape.kv_heads, tp, "tensor_parallel"),
+        "intermediate_size": (shape.intermediate_size, tp, "tensor_parallel"),
+    }
+    uneven = {
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    }
+    if not uneven & trainer.megatron_extra.keys():
+        stages, key = pp * trainer.virtual_pipeline, "pipeline_parallel"
+        if trainer.virtual_pipeline > 1:
+            key += " x virtual_pipeline"
+        sizes["num_hidden_layers"] = (shape.num_layers, stages, key)
+    problems = [
+        f"trainer.{key}: {size} does not divide {name} = {value} of the model; choose a divisor of {value}"
+        for name, (value, size, key) in sizes.items()
+        if value % size
+    ]
+    if problems:
+        raise ConfigError(problems)
