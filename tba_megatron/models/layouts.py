@@ -1,8 +1,9 @@
 """How one Hugging Face parameter becomes one rank's Megatron parameter, and back.
 
-A layout is a pure pair of functions on tensors: ``to_rank`` cuts the shard that tensor-parallel rank ``rank`` of
-``size`` keeps, ``from_ranks`` joins the shards into the Hugging Face tensors again. ``from_ranks(to_rank(x)) == x``
-for every layout. H hidden, V vocabulary, D head size, N query heads, G key-value heads.
+A layout is a pure pair of functions: ``to_rank`` cuts the shard that tensor-parallel rank ``rank`` of ``size`` keeps,
+``from_ranks`` joins the shards into the Hugging Face tensors again. ``from_ranks(to_rank(x)) == x`` for every layout.
+``to_rank`` takes sources, which are tensors or files: it reads the rows and columns that the rank keeps, and no others.
+H hidden, V vocabulary, D head size, N query heads, G key-value heads.
 """
 
 from __future__ import annotations
@@ -15,18 +16,37 @@ import torch
 from torch import Tensor
 
 
+class Source(Protocol):
+    """Something of the shape of a tensor, of which parts can be had. Every torch tensor is one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
+
+
 class Layout(Protocol):
-    def to_rank(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor: ...
+    def to_rank(self, sources: Sequence[Source], rank: int, size: int) -> Tensor: ...
 
     def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
 
 
+def _rows(source: Source, start: int, stop: int) -> Tensor:
+    return source[(slice(start, stop),)]
+
+
+def _share(length: int, rank: int, size: int) -> tuple[int, int]:
+    """(start, stop) of rank's equal part of ``length``."""
+    part = length // size
+    return rank * part, (rank + 1) * part
+
+
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The same tensor on every rank: norms, and biases of row-parallel layers."""
+    """The same tensor on every rank: norms, positions, and biases of row-parallel layers."""
 
-    def to_rank(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return tensors[0]
+    def to_rank(self, sources: Sequence[Source], rank: int, size: int) -> Tensor:
+        return sources[0][(slice(None),)]
 
     def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (shards[0],)
@@ -34,23 +54,32 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Cut along ``dim``: 0 for column-parallel layers, 1 for row-parallel ones."""
+    """Cut along ``dim``: 0 for column-parallel layers, 1 for row-parallel ones.
+
+    ``transposed``: Hugging Face stores the transpose (GPT-2's Conv1D).
+    """
 
     dim: int
+    transposed: bool = False
 
-    def to_rank(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return tensors[0].chunk(size, self.dim)[rank]
+    def to_rank(self, sources: Sequence[Source], rank: int, size: int) -> Tensor:
+        (source,) = sources
+        stored_dim = 1 - self.dim if self.transposed else self.dim
+        part = slice(*_share(source.shape[stored_dim], rank, size))
+        shard = source[(slice(None), part) if stored_dim else (part,)]
+        return shard.t() if self.transposed else shard
 
     def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return (torch.cat(list(shards), self.dim),)
+        full = torch.cat(list(shards), self.dim)
+        return (full.t().contiguous() if self.transposed else full,)
 
 
 @dataclass(frozen=True, slots=True)
 class Gated:
     """Gate and up projections, stacked within each rank's shard of ``linear_fc1``."""
 
-    def to_rank(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return torch.cat([t.chunk(size, 0)[rank] for t in tensors])
+    def to_rank(self, sources: Sequence[Source], rank: int, size: int) -> Tensor:
+        return torch.cat([_rows(s, *_share(s.shape[0], rank, size)) for s in sources])
 
     def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         halves = [shard.chunk(2, 0) for shard in shards]
@@ -68,27 +97,51 @@ class Qkv:
     kv_heads: int
     head_size: int
 
-    def to_rank(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        q, k, v = tensors
-        rest = q.shape[1:]
-        per_group = self.query_heads // self.kv_heads * self.head_size
-        joined = torch.cat(
-            [
-                q.reshape(self.kv_heads, per_group, *rest),
-                k.reshape(self.kv_heads, self.head_size, *rest),
-                v.reshape(self.kv_heads, self.head_size, *rest),
-            ],
-            dim=1,
-        )
-        return joined.chunk(size, 0)[rank].reshape(-1, *rest)
+    @property
+    def _rows_per_group(self) -> tuple[int, int, int]:
+        """Rows of q, k and v that belong to one key-value head."""
+        return self.query_heads // self.kv_heads * self.head_size, self.head_size, self.head_size
+
+    def to_rank(self, sources: Sequence[Source], rank: int, size: int) -> Tensor:
+        first, last = _share(self.kv_heads, rank, size)
+        parts = [
+            _rows(source, first * rows, last * rows).unflatten(0, (last - first, rows))
+            for source, rows in zip(sources, self._rows_per_group, strict=True)
+        ]
+        return torch.cat(parts, dim=1).flatten(0, 1)
 
     def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         joined = torch.cat(list(shards))
-        rest = joined.shape[1:]
-        per_group = self.query_heads // self.kv_heads * self.head_size
-        grouped = joined.reshape(self.kv_heads, per_group + 2 * self.head_size, *rest)
-        parts = grouped.split([per_group, self.head_size, self.head_size], dim=1)
-        return tuple(part.reshape(-1, *rest) for part in parts)
+        grouped = joined.unflatten(0, (self.kv_heads, sum(self._rows_per_group)))
+        return tuple(part.flatten(0, 1) for part in grouped.split(self._rows_per_group, dim=1))
+
+
+@dataclass(frozen=True, slots=True)
+class StackedQkv:
+    """q, k and v in one Hugging Face tensor, all of q before all of k before all of v: GPT-2's ``c_attn``.
+
+    ``transposed``: Hugging Face stores [H, 3H] (the Conv1D weight); its bias is not.
+    """
+
+    heads: int
+    head_size: int
+    transposed: bool
+
+    def to_rank(self, sources: Sequence[Source], rank: int, size: int) -> Tensor:
+        (source,) = sources
+        width = self.heads * self.head_size
+        start, stop = _share(width, rank, size)
+        parts = []
+        for third in range(3):
+            part = slice(third * width + start, third * width + stop)
+            parts.append(source[(slice(None), part)].t() if self.transposed else source[(part,)])
+        by_head = [part.unflatten(0, (-1, self.head_size)) for part in parts]
+        return torch.cat(by_head, dim=1).flatten(0, 1)
+
+    def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        by_head = torch.cat(list(shards)).unflatten(0, (self.heads, 3 * self.head_size))
+        full = torch.cat([part.flatten(0, 1) for part in by_head.chunk(3, dim=1)])
+        return (full.t().contiguous() if self.transposed else full,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +154,12 @@ class Vocabulary:
     rows: int
     padded: int
 
-    def to_rank(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        (full,) = tensors
-        padding = full.new_zeros(self.padded - self.rows, *full.shape[1:])
-        return torch.cat([full, padding]).chunk(size, 0)[rank]
+    def to_rank(self, sources: Sequence[Source], rank: int, size: int) -> Tensor:
+        (source,) = sources
+        start, stop = _share(self.padded, rank, size)
+        real = _rows(source, min(start, self.rows), min(stop, self.rows))
+        padding = real.new_zeros(stop - start - len(real), *real.shape[1:])
+        return torch.cat([real, padding])
 
     def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (torch.cat(list(shards))[: self.rows],)
