@@ -1,7 +1,8 @@
 """Train groups to packed microbatches, and back.
 
-A microbatch is a set of whole groups. Each distinct completion is one sequence, prompt and completion, with
-the number of its copies as its weight. T tokens, S sequences, G groups.
+A microbatch is a set of whole groups, or a part of one that is larger than a microbatch may be. Each distinct
+completion is one sequence, prompt and completion, with the number of its copies as its weight. T tokens, S sequences,
+G groups.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,23 +37,6 @@ class Pack:
     rollout_ids: tuple[RolloutId, ...]  # [S]
 
 
-def count_microbatches(groups: Sequence[TrainGroup], microbatch_tokens: int, multiple_of: int = 1) -> int:
-    """The smallest number for which ``pack_into`` keeps every microbatch within ``microbatch_tokens``.
-
-    A group that is larger by itself gets a microbatch of its own. Every larger number fits as well, up to one
-    microbatch a group, so replicas agree by taking the largest of their numbers.
-    """
-    tokens = [group.n_tokens for group in groups]
-    limit = microbatch_tokens // multiple_of * multiple_of
-    too_large = [n for n in tokens if n > limit]
-    n_parts = len(too_large)
-    if len(tokens) > n_parts:
-        n_parts += max(1, math.ceil((sum(tokens) - sum(too_large)) / limit))
-    while any(len(part) > 1 and sum(tokens[i] for i in part) > limit for part in _assign(tokens, n_parts)):
-        n_parts += 1
-    return n_parts
-
-
 def pack(
     groups: Sequence[TrainGroup],
     microbatch_tokens: int,
@@ -59,9 +44,22 @@ def pack(
     *,
     reference_version: int | None = None,
 ) -> list[Pack]:
-    """``groups`` in as few microbatches of at most ``microbatch_tokens`` as ``count_microbatches`` finds."""
-    n_microbatches = count_microbatches(groups, microbatch_tokens, multiple_of)
-    return pack_into(groups, n_microbatches, multiple_of, reference_version=reference_version)
+    """``groups`` in few microbatches of at most ``microbatch_tokens``, each group whole in one of them.
+
+    A group that is larger by itself is split over microbatches of its own, which ``split_group`` joins; a single
+    sequence that is larger has one alone.
+    """
+    limit = max(multiple_of, microbatch_tokens // multiple_of * multiple_of)
+    whole = [group for group in groups if group.n_tokens <= limit]
+    n_microbatches = len(_parts([group.n_tokens for group in whole], limit))
+    packs = pack_into(whole, n_microbatches, multiple_of, reference_version=reference_version)
+    n_split = 0
+    for group in (group for group in groups if group.n_tokens > limit):
+        fragments = _split(group, limit)
+        number = n_split if len(fragments) > 1 else -1
+        packs += [_pack_one([part], multiple_of, reference_version, split_group=number) for part in fragments]
+        n_split += len(fragments) > 1
+    return packs
 
 
 def pack_into(
@@ -85,8 +83,9 @@ def pack_into(
 
 def padding(n_tokens: int) -> PackedMicrobatch:
     """A microbatch of ``n_tokens`` of padding and no sequence."""
-    empty = {name: np.zeros(0, dtype) for name, dtype in _DTYPES.items()}
-    return PackedMicrobatch(**empty | _token_arrays([], 1, n_tokens), n_groups=0)
+    none: dict[str, Any] = {name: np.zeros(0, dtype) for name, dtype in _DTYPES.items()}
+    none.update(_token_arrays([], 1, n_tokens))
+    return PackedMicrobatch(**none, n_groups=0)
 
 
 def unpack_sums(pack: Pack, per_sequence_S: npt.ArrayLike) -> dict[RolloutId, float]:
@@ -126,6 +125,28 @@ def _demonstration(i: int, token_ids: TokenIds) -> Rollout:
     )
 
 
+def _split(group: TrainGroup, limit: int) -> list[TrainGroup]:
+    """``group`` as groups of some of its rollouts each, of at most ``limit`` tokens or of one rollout."""
+    sizes = [len(group.prompt_token_ids) + len(rollout.token_ids) for rollout in group.rollouts]
+    return [
+        replace(group, rollouts=tuple(group.rollouts[i] for i in part), copies=tuple(group.copies[i] for i in part))
+        for part in _parts(sizes, limit)
+    ]
+
+
+def _parts(tokens: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices of ``tokens`` in as few parts as ``_assign`` keeps within ``limit``; what is larger is alone."""
+    too_large = [n for n in tokens if n > limit]
+    n_parts = len(too_large)
+    if len(tokens) > n_parts:
+        n_parts += max(1, math.ceil((sum(tokens) - sum(too_large)) / limit))
+    while True:
+        parts = _assign(tokens, n_parts)
+        if all(len(part) <= 1 or sum(tokens[i] for i in part) <= limit for part in parts):
+            return parts
+        n_parts += 1
+
+
 def _assign(tokens: Sequence[int], n_parts: int) -> list[list[int]]:
     """Longest processing time first: the next largest group goes to the lightest part. Indices ascend.
 
@@ -152,7 +173,9 @@ class _Sequence:
         return len(self.prompt) + len(self.rollout.token_ids)
 
 
-def _pack_one(groups: Sequence[TrainGroup], multiple_of: int, reference_version: int | None) -> Pack:
+def _pack_one(
+    groups: Sequence[TrainGroup], multiple_of: int, reference_version: int | None, split_group: int = -1
+) -> Pack:
     for group in groups:
         if len(group.prompt_token_ids) == 0:
             raise ValueError(f"prompt {group.prompt_id} has no tokens, so nothing predicts its completions")
@@ -173,6 +196,7 @@ def _pack_one(groups: Sequence[TrainGroup], multiple_of: int, reference_version:
             reference_logprob=np.array([_reference(r, reference_version) for r in rollouts], np.float64),
             behaviour_logprob=np.array([_behaviour(r) for r in rollouts], np.float64),
             n_groups=len(groups),
+            split_group=split_group,
         ),
         rollout_ids=tuple(r.rollout_id for r in rollouts),
     )
@@ -234,6 +258,7 @@ _DTYPES: dict[str, npt.DTypeLike] = {
 
 class _WirePack(msgspec.Struct, array_like=True):
     n_groups: int
+    split_group: int
     searchers: list[str]
     sequences: list[int]
     # bytearray: arrays made of bytes would be read-only, and torch warns about those.
@@ -249,6 +274,7 @@ def encode(packs: Sequence[Pack]) -> bytes:
         [
             _WirePack(
                 n_groups=pack.microbatch.n_groups,
+                split_group=pack.microbatch.split_group,
                 searchers=[r.searcher for r in pack.rollout_ids],
                 sequences=[r.sequence for r in pack.rollout_ids],
                 arrays=[
@@ -267,6 +293,7 @@ def decode(data: bytes) -> list[Pack]:
         Pack(
             microbatch=PackedMicrobatch(
                 n_groups=wire.n_groups,
+                split_group=wire.split_group,
                 **{
                     name: np.frombuffer(array, dtype)
                     for (name, dtype), array in zip(_DTYPES.items(), wire.arrays, strict=True)

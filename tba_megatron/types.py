@@ -185,6 +185,7 @@ class PackedMicrobatch:
     reference_logprob: npt.NDArray[np.float64]  # [S] nats, NaN where it is not known
     behaviour_logprob: npt.NDArray[np.float64]  # [S] nats, NaN where it is not known
     n_groups: int
+    split_group: int = -1  # >= 0: a part of one group; the microbatches of equal number hold it whole
 
     @property
     def n_sequences(self) -> int:

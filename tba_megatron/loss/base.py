@@ -7,10 +7,11 @@ a token of a completion), S sequences, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,6 +92,24 @@ def loss_inputs(
         behaviour_logprob_S=float64(mb.behaviour_logprob),
         n_groups=mb.n_groups,
         normaliser=normaliser,
+    )
+
+
+def join_inputs(parts: Sequence[LossInputs]) -> LossInputs:
+    """The parts of one group, each from a microbatch of its own, as the inputs of the whole group."""
+    first_S = np.cumsum([0, *(part.n_sequences for part in parts)])
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    return replace(
+        parts[0],
+        logprob_T=joined("logprob_T"),
+        sequence_index_T=torch.cat(
+            [part.sequence_index_T + int(first) for part, first in zip(parts, first_S, strict=False)]
+        ),
+        **{name: joined(name) for name in ("group_index_S", "copies_S", "reward_S", "reference_logprob_S")},
+        behaviour_logprob_S=None if parts[0].behaviour_logprob_S is None else joined("behaviour_logprob_S"),
     )
 
 

@@ -6,9 +6,9 @@ Both walk the same packed microbatches on all ranks of a replica. R response pos
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from tba_megatron.dist import Groups
-from tba_megatron.loss.base import Loss, LossOutput, loss_inputs, mean_statistics, segment_sum
+from tba_megatron.loss.base import Loss, LossOutput, join_inputs, loss_inputs, mean_statistics, segment_sum
 from tba_megatron.packing import padding
 from tba_megatron.trainer.head import response_logprobs
 from tba_megatron.trainer.model import Batch, Policy, forward, to_device
@@ -134,12 +134,17 @@ def update(
     # Megatron averages over microbatches and over data-parallel ranks; ours is a sum with one global normaliser.
     scale = len(fill_up(batches, len(policy.chunks), groups)) * groups.dp_size
 
+    split = _split_groups(policy, batches, loss, normaliser, head, groups)
+
     def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, LossOutput]:
         logprobs = _logprobs(logits, batch, head, groups)
-        output = loss(loss_inputs(batch.host, logprobs, normaliser=normaliser))
+        if batch.host.split_group < 0:
+            output = loss(loss_inputs(batch.host, logprobs, normaliser=normaliser))
+        else:
+            output = LossOutput(loss=(logprobs * split.gradients[id(batch)]).sum(), sums={})
         return (output.loss * scale).float(), output
 
-    parts = _run_schedule(policy.ddp, batches, on_logits, groups, forward_only=False)
+    parts = _run_schedule(policy.ddp, batches, on_logits, groups, forward_only=False) + split.outputs
     # Before the update, so that step k of a warm-up of w steps is made at k / w of the peak, and none at rate 0.
     policy.scheduler.step(1)
     norm, skipped = _apply_gradient(policy)
@@ -149,6 +154,40 @@ def update(
         learning_rate=policy.optimizer.param_groups[0]["lr"],
         statistics=_reduce_statistics(parts, groups),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SplitGroups:
+    """What the first of two passes finds about groups larger than a microbatch; on the last stage only."""
+
+    gradients: Mapping[int, Tensor]  # id of the batch -> d loss / d log-prob of its response tokens, [R]
+    outputs: list[LossOutput]  # one a group
+
+
+def _split_groups(
+    policy: Policy, batches: Sequence[Batch], loss: Loss, normaliser: float, head: HeadSettings, groups: Groups
+) -> _SplitGroups:
+    """The exact two-pass mode: log-probs of all parts first, without gradient; then the loss of each whole group.
+
+    Its gradient with respect to each log-prob makes the second pass linear, so every microbatch of that pass stands
+    alone. No step lies between the passes and there is no dropout, so the log-probs are the same in both.
+    """
+    parts = [batch for batch in batches if batch.host.split_group >= 0]
+    if not parts:
+        return _SplitGroups(gradients={}, outputs=[])
+    logprobs = token_logprobs(policy.ddp, parts, head, groups)
+    by_group: dict[int, list[tuple[Batch, Tensor]]] = defaultdict(list)
+    for batch, logprobs_R in zip(parts, logprobs, strict=False):  # none on other stages than the last
+        by_group[batch.host.split_group].append((batch, logprobs_R.requires_grad_()))
+    gradients: dict[int, Tensor] = {}
+    outputs = []
+    for members in by_group.values():
+        inputs = [loss_inputs(batch.host, leaf, normaliser=normaliser) for batch, leaf in members]
+        output = loss(join_inputs(inputs))
+        found = torch.autograd.grad(output.loss, [leaf for _, leaf in members])
+        gradients |= {id(batch): gradient for (batch, _), gradient in zip(members, found, strict=True)}
+        outputs.append(replace(output, loss=output.loss.detach()))
+    return _SplitGroups(gradients=gradients, outputs=outputs)
 
 
 def _apply_gradient(policy: Policy) -> tuple[float, bool]:

@@ -293,7 +293,7 @@ def test_splitting_over_microbatches_and_replicas_gives_the_same_gradient(loss_c
     rollouts = [r for g in groups for r in g.rollouts]
     logprobs = {r.rollout_id: -torch.from_numpy(rng.random(len(r.token_ids))) for r in rollouts}
     whole = packed_gradients(loss_class, pack_into(groups, 1), logprobs, len(rollouts))
-    splits = [pack_into(groups, 2), pack_into(groups, 8), pack(groups, 30, 8)]
+    splits = [pack_into(groups, 2), pack_into(groups, 8), pack(groups, 56, 8)]
     splits.append(pack_into(groups[::2], 2) + pack_into(groups[1::2], 4))
     for packs in splits:
         grads, sums = packed_gradients(loss_class, packs, logprobs, len(rollouts))

@@ -9,13 +9,13 @@ from rollout_factory import RolloutFactory, train_group
 
 from tba_megatron.packing import (
     Pack,
-    count_microbatches,
     decode,
     demonstration_groups,
     encode,
     pack,
     pack_demonstrations,
     pack_into,
+    padding,
     unpack_sums,
 )
 from tba_megatron.types import PackedMicrobatch, TrainGroup
@@ -42,6 +42,7 @@ def unpacked(packs: list[Pack]) -> dict:
     found = {}
     for p in packs:
         mb = p.microbatch
+        split = [q for q in packs if 0 <= mb.split_group == q.microbatch.split_group]
         for s, rollout_id in enumerate(p.rollout_ids):
             start, end = mb.cu_seqlens[s : s + 2]
             inside = slice(start, end)
@@ -49,6 +50,7 @@ def unpacked(packs: list[Pack]) -> dict:
             assert mb.positions[inside].tolist() == list(range(end - start))
             (rows,) = np.nonzero(mb.response[inside])
             members = frozenset(r for r, g in zip(p.rollout_ids, mb.group_index, strict=True) if g == mb.group_index[s])
+            members = frozenset(r for q in split for r in q.rollout_ids) or members
             found[rollout_id] = (
                 tuple(mb.tokens[inside].tolist()),
                 tuple(mb.labels[inside][rows].tolist()),
@@ -89,11 +91,11 @@ def test_permuting_groups_changes_no_sequence_and_no_group(groups, microbatch_to
 @given(group_lists(), st.integers(1, 60), st.sampled_from([1, 2, 8]))
 def test_microbatches_keep_their_limit_and_the_layout_that_is_promised(groups, limit, multiple_of):
     packs = pack(groups, limit, multiple_of)
-    assert len(packs) == count_microbatches(groups, limit, multiple_of)
     for p in packs:
         mb = p.microbatch
         n_tokens = int(mb.cu_seqlens[mb.n_sequences])
-        assert len(mb.tokens) <= limit or mb.n_groups == 1
+        assert len(mb.tokens) <= max(limit, multiple_of) or mb.n_sequences == 1
+        assert mb.split_group < 0 or mb.n_groups == 1
         assert len(mb.tokens) % multiple_of == 0
         assert len(mb.tokens) - n_tokens < multiple_of
         assert mb.cu_seqlens[-1] == len(mb.tokens)
@@ -107,14 +109,28 @@ def test_microbatches_keep_their_limit_and_the_layout_that_is_promised(groups, l
 
 
 @given(group_lists(), st.integers(1, 60))
-def test_more_microbatches_than_counted_keep_the_limit_too(groups, limit):
-    counts = count_microbatches(groups, limit)
-    for n in range(counts, len(groups) + 1):
+def test_only_what_does_not_fit_is_split(groups, limit):
+    packs = pack(groups, limit)
+    split = [p for p in packs if p.microbatch.split_group >= 0]
+    large = [g for g in groups if g.n_tokens > limit and len(g.rollouts) > 1]
+    assert len({p.microbatch.split_group for p in split}) == len(large)
+    assert {r for p in split for r in p.rollout_ids} == {r.rollout_id for g in large for r in g.rollouts}
+
+
+@given(group_lists())
+def test_any_number_of_microbatches_up_to_the_number_of_groups_can_be_had(groups):
+    for n in range(1, len(groups) + 1):
         packs = pack_into(groups, n)
         assert len(packs) == n
         assert all(p.microbatch.n_groups >= 1 for p in packs)
-        assert all(len(p.microbatch.tokens) <= limit or p.microbatch.n_groups == 1 for p in packs)
         assert unpacked(packs) == expected(groups)
+
+
+def test_padding_holds_no_sequence():
+    mb = padding(4)
+    assert (len(mb.tokens), mb.n_sequences, mb.n_groups) == (4, 0, 0)
+    assert not mb.response.any()
+    assert mb.cu_seqlens.tolist() == [0, 4]
 
 
 def test_more_microbatches_than_groups_are_refused_and_no_groups_make_none():
@@ -209,7 +225,7 @@ def test_decoding_gives_what_was_encoded_in_writable_arrays(groups, microbatch_t
     for new, old in zip(received, packs, strict=True):
         for f in fields(PackedMicrobatch):
             a, b = getattr(new.microbatch, f.name), getattr(old.microbatch, f.name)
-            if f.name == "n_groups":
+            if f.name in ("n_groups", "split_group"):
                 assert a == b
                 continue
             assert a.dtype == b.dtype
