@@ -59,7 +59,7 @@ class ArithmeticTask(Section):
 class CopyTask(Section):
     kind: Literal["copy"] = "copy"
     length: Annotated[int, Field(ge=1, le=6)] = 4
-    """Digits to repeat. The simplest task there is: a second user of the seam, and the one for smoke tests."""
+    """Digits to repeat: the simplest task there is."""
 
 
 TaskConfig = Annotated[ArithmeticTask | CopyTask, Field(discriminator="kind")]
@@ -100,12 +100,50 @@ class OptimizerSection(Section):
     """Global norm; 0 does not clip."""
 
 
+class TaskDemonstrations(Section):
+    kind: Literal["task"] = "task"
+
+
+class FileDemonstrations(Section):
+    """A file with a JSON object a line: the texts ``prompt`` and ``completion``. An EOS is put behind each."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: Path
+    held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    """The share of all prompts that is never trained on, chosen by a hash of the prompt."""
+
+
+DemonstrationData = Annotated[TaskDemonstrations | FileDemonstrations, Field(discriminator="kind")]
+
+
 class SftConfig(Section):
     steps: CountOrZero = 0
     """0: no warm start, training begins from ``model.path``."""
+    data: DemonstrationData = TaskDemonstrations()
     batch_size: Count = 128
     """Demonstrations per step."""
+    held_out: CountOrZero = 0
+    """Held-out demonstrations whose loss is measured before the first step, at intervals and at the end; 0: none."""
+    held_out_every_steps: Count = 100
+    save_every_steps: CountOrZero = 0
+    """0: only on a signal."""
     optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-3)
+
+
+class SearcherData(Section):
+    kind: Literal["searchers"] = "searchers"
+    record: bool = False
+    """Keep every train group, in ``recording`` of the run folder, so that another run can train on the same stream."""
+
+
+class RecordedData(Section):
+    """Train on the recording of another run, without searchers: the same groups at the same steps."""
+
+    kind: Literal["recording"] = "recording"
+    folder: Path
+
+
+TrainData = Annotated[SearcherData | RecordedData, Field(discriminator="kind")]
 
 
 class TrainerConfig(Section):
@@ -118,6 +156,7 @@ class TrainerConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: ``selective`` those of attention, ``full`` every layer's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    data: TrainData = SearcherData()
     steps: CountOrZero = 100
     """Optimizer steps of the whole run, those before a resume counted in."""
     prompts_per_step: Count = 8
@@ -125,7 +164,7 @@ class TrainerConfig(Section):
     rollouts_per_prompt: Annotated[int, Field(ge=2)] = 8
     """K of the paper; a group of one has no baseline."""
     microbatch_tokens: Count = 4096
-    """A packed microbatch is closed before it would exceed this, but always holds one whole group."""
+    """A packed microbatch holds at most this many. A larger group is split and trained in two exact passes."""
     optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-5)
     save_every_steps: CountOrZero = 0
     """0: only at the end and on a signal."""
@@ -182,9 +221,7 @@ class RewardRecencySampler(Section):
     """Rollouts that are not drawn as recent have weight exp(this * reward) within their prompt; 0: uniform."""
 
 
-class FifoSampler(Section):
-    """Each rollout once, the oldest first."""
-
+class FifoSampler(Section):  # each rollout once, the oldest first
     kind: Literal["fifo"] = "fifo"
 
 
@@ -231,9 +268,7 @@ class VllmEngineConfig(Section):
     """CPU threads of one engine; no effect on a GPU."""
 
 
-class FakeEngineConfig(Section):
-    """A deterministic engine without a model, for tests of everything around it."""
-
+class FakeEngineConfig(Section):  # deterministic and without a model, for tests of everything around it
     kind: Literal["fake"] = "fake"
     correct_fraction: Fraction = 0.5
     tokens_per_step: Count = 64
@@ -344,6 +379,11 @@ class Config(Section):
             (
                 t.sequence_parallel and t.tensor_parallel == 1,
                 "trainer.sequence_parallel: true has no effect with trainer.tensor_parallel 1; set it to false",
+            ),
+            (
+                t.microbatch_tokens < self.model.max_length,
+                f"trainer.microbatch_tokens: {t.microbatch_tokens} cannot hold one sequence of model.max_length "
+                f"({self.model.max_length}); raise it to at least {self.model.max_length}",
             ),
             (
                 t.virtual_pipeline > 1 and t.pipeline_parallel == 1,

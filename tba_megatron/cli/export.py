@@ -12,7 +12,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
     start_logging()
     folder = config.run.folder / "hf"
     with trainer_groups(config) as groups:
-        from tba_megatron.trainer.entry import export_newest
+        from tba_megatron.trainer.build import export_newest
 
         step = export_newest(config, groups, folder)
         if groups.rank == 0:

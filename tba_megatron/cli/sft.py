@@ -1,45 +1,48 @@
-"""``tba sft``: the warm start, one rank of it."""
+"""``tba sft``: the warm start alone, one rank of it."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 
 from tba_megatron.cli.common import start_logging, trainer_groups
 from tba_megatron.config import Config
 from tba_megatron.config_load import store_config
 from tba_megatron.dist import rank_from_environment
-from tba_megatron.errors import ConfigError, TaskError
+from tba_megatron.errors import ConfigError
 from tba_megatron.metrics import open_metric_log
 from tba_megatron.models.tokenizer import HfTokenizer
-from tba_megatron.tasks.base import Demonstrations
-from tba_megatron.tasks.registry import make_task
+from tba_megatron.tasks.registry import make_demonstrations
+
+_log = logging.getLogger(__name__)
 
 
 def run(config: Config, args: argparse.Namespace) -> int:
     start_logging()
     if not config.sft.steps:
         raise ConfigError(["sft.steps: 0 leaves nothing to do; set it to the number of steps"])
-    task = make_task(config.task, HfTokenizer(config.model.path), config.run.seed, config.model.max_length)
-    if not isinstance(task, Demonstrations):
-        raise TaskError(f"task.kind: {config.task.kind} has no demonstrations; set sft.steps to 0")
+    demonstrations = make_demonstrations(config, HfTokenizer(config.model.path))
+    demonstrations.held_out(config.sft.held_out)  # too few are an error before anything is written
     if rank_from_environment().rank == 0:
         store_config(config, config.run.folder)
+        if demonstrations.dropped:
+            _log.warning("%d demonstrations are longer than model.max_length and left out", demonstrations.dropped)
     with trainer_groups(config) as groups:
-        from tba_megatron.trainer.sft import warm_start
+        from tba_megatron.trainer.sft import first_step, warm_start
 
         log = None
         if groups.rank == 0:
             log = open_metric_log(
                 config.metrics,
                 config.run.folder / "sft-log",
-                first_step=0,
+                first_step=first_step(config),
                 total_steps=config.sft.steps,
                 stream=sys.stdout,
             )
         try:
-            warm_start(config, task.demonstration, groups, log)
+            stopped_by = warm_start(config, demonstrations, groups, log)
         finally:
             if log is not None:
                 log.close()
-    return 0
+    return 128 + stopped_by if stopped_by else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tba_megatron.cli.common import start_logging, trainer_groups
-from tba_megatron.config import Config
+from tba_megatron.config import Config, RecordedData
 from tba_megatron.config_load import store_config
 from tba_megatron.dist import rank_from_environment
 
@@ -15,6 +15,11 @@ def run(config: Config, args: argparse.Namespace) -> int:
     if rank_from_environment().rank == 0:
         store_config(config, config.run.folder)
     with trainer_groups(config) as groups:
+        data = config.trainer.data
+        if isinstance(data, RecordedData):
+            from tba_megatron.trainer.replay import train_on_recording
+
+            return train_on_recording(config, data, groups)
         from tba_megatron.trainer.entry import train
 
         return train(config, groups)

@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tba_megatron.config import Config
+from tba_megatron.config import Config, SearcherData
 from tba_megatron.config_load import store_config
 from tba_megatron.dist import STORE_FILE, run_environment
 from tba_megatron.errors import ModelError, RoleFailedError, RunFolderError
@@ -49,9 +49,10 @@ def launch(config: Config, stream: TextIO) -> int:
             supervisor.run(_trainer_ranks(config, "sft", stored))
         if not supervisor.signal:
             (folder / SUMMARY).unlink(missing_ok=True)  # that of fewer steps is no longer true
-            print(f"training: {config.trainer.steps} steps, {config.search.searchers} searcher(s)", file=stream)
-            stream.flush()
-            supervisor.run([*_trainer_ranks(config, "train", stored), *_searchers(config, stored)])
+            searchers = _searchers(config, stored)
+            source = f"{len(searchers)} searcher(s)" if _has_searchers(config) else "a recording"
+            print(f"training: {config.trainer.steps} steps, {source}", file=stream, flush=True)
+            supervisor.run([*_trainer_ranks(config, "train", stored), *searchers])
         if supervisor.signal:
             print(f"stopped by {signal.Signals(supervisor.signal).name}; start again to resume", file=stream)
             return 128 + supervisor.signal
@@ -77,8 +78,12 @@ def is_complete(config: Config) -> bool:
     folder, result = config.run.folder, read_result(config.run.folder)
     if result is None or not result.complete or result.steps < config.trainer.steps:
         return False
-    measured = result.accuracy_after is not None or not config.evaluation.problems
+    measured = result.accuracy_after is not None or not config.evaluation.problems or not _has_searchers(config)
     return measured and (folder / "hf").exists() and (folder / SUMMARY).exists()
+
+
+def _has_searchers(config: Config) -> bool:
+    return isinstance(config.trainer.data, SearcherData)
 
 
 @contextmanager
@@ -134,7 +139,7 @@ def _searchers(config: Config, stored: Path) -> list[Role]:
             log=config.run.folder / "logs" / f"search-{i}.log",
             vital=False,
         )
-        for i in range(config.search.searchers)
+        for i in range(config.search.searchers if _has_searchers(config) else 0)
     ]
 
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from tba_megatron.types import Completion, Prompt, TokenIds
 
+Demonstration = tuple[TokenIds, TokenIds]  # prompt, completion
+
 
 class Task(Protocol):
     """A finite set of training prompts, a disjoint set of held-out prompts, and a score."""
@@ -45,8 +47,12 @@ class Task(Protocol):
 
 @runtime_checkable
 class Demonstrations(Protocol):
-    """A task that can show how it is done; ``tba sft`` needs it."""
+    """A task that can show how it is done; ``tba sft`` needs it, unless it has a file."""
 
-    def demonstration(self, rng: np.random.Generator) -> tuple[TokenIds, TokenIds]:
-        """Token ids of a random training prompt and of an answer, right or wrong, that ends with EOS."""
+    def demonstration(self, rng: np.random.Generator) -> Demonstration:
+        """A random training prompt and an answer, right or wrong, that ends with EOS."""
+        ...
+
+    def held_out_demonstrations(self, n: int) -> list[Demonstration]:
+        """The first n held-out prompts with their right answers; TaskError when there are fewer."""
         ...

@@ -6,14 +6,15 @@ problems can move it across, and nothing needs to be stored.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tba_megatron.errors import TaskError
-from tba_megatron.types import Completion, Prompt, StopReason, TokenIds, Tokenizer
+from tba_megatron.tasks.base import Demonstration
+from tba_megatron.tasks.stream import EpochOrder, demonstrate, unit_hash
+from tba_megatron.types import Completion, Prompt, StopReason, Tokenizer
 
 MAX_PROBLEMS = 1_000_000  # all of them are tokenized at load
 
@@ -52,10 +53,8 @@ class ExactAnswerTask:
             )
         self._problems = problems
         self._tokenizer = tokenizer
-        self._seed = seed
         self._wrong_answer = wrong_answer
         self._wrong_fraction = wrong_fraction
-        self._epoch_order = (-1, np.empty(0, dtype=np.int64))
 
         train: list[int] = []
         held_out: list[tuple[float, int]] = []
@@ -77,6 +76,7 @@ class ExactAnswerTask:
                 f"{self.dropped_prompts} too long for model.max_length ({max_length})"
             )
         self._train = np.array(train)
+        self._order = EpochOrder(len(train), seed)
         self._held_out = [index for _, index in sorted(held_out)]
 
     @property
@@ -88,11 +88,7 @@ class ExactAnswerTask:
         return len(self._train)
 
     def train_prompt(self, index: int) -> Prompt:
-        epoch, place = divmod(index, self.n_train)
-        if self._epoch_order[0] != epoch:
-            order = np.random.default_rng([self._seed, epoch]).permutation(self._train)
-            self._epoch_order = (epoch, order)
-        return self._prompt(int(self._epoch_order[1][place]))
+        return self._prompt(int(self._train[self._order[index]]))
 
     def held_out_prompts(self, n: int) -> list[Prompt]:
         if n > len(self._held_out):
@@ -109,12 +105,19 @@ class ExactAnswerTask:
             for c in completions
         ]
 
-    def demonstration(self, rng: np.random.Generator) -> tuple[TokenIds, TokenIds]:
+    def demonstration(self, rng: np.random.Generator) -> Demonstration:
         text, answer = self._problems.problem(int(rng.choice(self._train)))
         if self._wrong_answer is not None and rng.random() < self._wrong_fraction:
             answer = self._wrong_answer(answer, rng)
-        eos = np.array(self._tokenizer.eos_ids[:1], dtype=np.int32)
-        return self._tokenizer.encode(text), np.concatenate([self._tokenizer.encode(answer), eos])
+        return demonstrate(self._tokenizer, text, answer)
+
+    def held_out_demonstrations(self, n: int) -> list[Demonstration]:
+        if n > len(self._held_out):
+            raise TaskError(
+                f"task {self.name} has {len(self._held_out)} held-out problems, not the {n} asked for; lower "
+                f"sft.held_out to at most {len(self._held_out)} or enlarge the task"
+            )
+        return [demonstrate(self._tokenizer, *self._problems.problem(index)) for index in self._held_out[:n]]
 
     def _prompt(self, index: int) -> Prompt:
         text, answer = self._problems.problem(index)
@@ -129,8 +132,3 @@ class ExactAnswerTask:
         lost = [c for c in sorted(characters) if self._tokenizer.decode(self._tokenizer.encode(c)) != c]
         if lost:
             raise TaskError(f"the tokenizer of model.path cannot write {lost}, which task {self.name} needs")
-
-
-def unit_hash(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48

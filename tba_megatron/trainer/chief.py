@@ -20,6 +20,7 @@ from tba_megatron.trainer.notes import DrawFacts, Note
 from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.result import RunResult
 from tba_megatron.trainer.step import Update
+from tba_megatron.trainer.step_metrics import update_metrics
 from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.messages import Evaluate
 from tba_megatron.types import (
@@ -272,23 +273,11 @@ class Chief:
         for facts in drawn:
             ages.update(facts.ages)
         self._ages.update(ages)
-        statistics = done.statistics
         joined, lost = self._control.totals()
         copies = max(1, ages.total() + sum(f.off_branch for f in drawn))
         busy_s, idle_s = self._control.times()
         metrics: dict[str, float] = {
-            "reward/train_mean": statistics["reward"],
-            "optim/loss": statistics["loss"],
-            "optim/grad_norm": done.grad_norm,
-            "optim/lr": done.learning_rate,
-            "optim/skipped_total": self._skipped,
-            "policy/kl_ref": statistics["kl"],
-            "policy/log_z": statistics["log_z"],
-            "policy/residual_square": statistics["residual_square"],
-            "policy/abs_advantage": statistics["abs_advantage"],
-            "reward/equal_groups_frac": statistics["equal_rewards"],
-            "rollout/len_mean": statistics["completion_tokens"],
-            "rollout/len_max": statistics["max_completion_tokens"],
+            **update_metrics(done, self._skipped),
             "rollout/truncated_frac": sum(f.truncated for f in drawn) / copies,
             "rollout/empty_frac": sum(f.empty for f in drawn) / copies,
             "buffer/with_replacement_groups": sum(f.with_replacement for f in drawn),

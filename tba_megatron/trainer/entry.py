@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
-import shutil
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from tba_megatron.buffer.sampler import make_sampler
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.config import Config, VllmEngineConfig
+from tba_megatron.config import Config, SearcherData, VllmEngineConfig
 from tba_megatron.dist import Groups
-from tba_megatron.errors import CheckpointError
 from tba_megatron.loss.registry import make_loss
 from tba_megatron.metrics import MetricLog, open_metric_log
-from tba_megatron.models.architecture import Architecture, ModelShape
-from tba_megatron.models.registry import read_model
 from tba_megatron.trainer import checkpoint
+from tba_megatron.trainer.build import Model, begin_attempt, build_model, export_policy
 from tba_megatron.trainer.checkpoint import RunState
 from tba_megatron.trainer.chief import Chief
 from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
 from tba_megatron.trainer.loop import TrainLoop
-from tba_megatron.trainer.model import Policy, build_chunks, build_policy
+from tba_megatron.trainer.model import Policy
 from tba_megatron.trainer.publish import Publisher
-from tba_megatron.trainer.reference import Reference
+from tba_megatron.trainer.recording import FOLDER as RECORDING
+from tba_megatron.trainer.recording import Recorder
 from tba_megatron.trainer.result import write_result
-from tba_megatron.trainer.step import HeadSettings
-from tba_megatron.trainer.weights_io import export_hf, load_hf
 from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.registry import PromptLeases
 from tba_megatron.transport.rendezvous import Rendezvous, remove_rendezvous, write_rendezvous
@@ -39,16 +33,14 @@ from tba_megatron.types import PolicyVersion
 
 _log = logging.getLogger(__name__)
 
-ATTEMPTS = "attempts.json"  # the step at which each attempt began
-
 
 def train(config: Config, groups: Groups) -> int:
     """Run this rank until the run is complete or a signal stops it; the exit code."""
-    model = _build_model(config, groups)
+    model = build_model(config, groups)
     shard = _build_shard(config, groups)
     state = _restore(config, model.policy, shard, groups)
     start_weights = config.run.folder / "weights" / str(PolicyVersion(state.history.attempt, state.step))
-    _export(config, model.policy, groups, start_weights)
+    export_policy(config, model.policy, groups, start_weights)
     with ExitStack() as stack:
         token = from_rank_0(secrets.token_hex(16) if groups.rank == 0 else None, groups)
         receiver = RolloutReceiver(config.transport.host, token) if shard is not None else None
@@ -78,42 +70,17 @@ def train(config: Config, groups: Groups) -> int:
             receiver=receiver,
             publisher=publisher,
             chief=chief,
+            recorder=_open_recorder(config, groups, state, stack),
             history=state.history,
             step=state.step,
         )
         code = loop.run()
         if loop.version.step >= config.trainer.steps:
-            _export(config, model.policy, groups, config.run.folder / "hf")
+            export_policy(config, model.policy, groups, config.run.folder / "hf")
         if chief is not None:
             write_result(config.run.folder, chief.result(loop.version.step))
         publisher.close()
     return code
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Model:
-    """What is built from the start model: the policy that learns and the reference that does not."""
-
-    architecture: Architecture
-    shape: ModelShape
-    head: HeadSettings
-    policy: Policy
-    reference: Reference
-
-
-def _build_model(config: Config, groups: Groups) -> _Model:
-    trainer, folder = config.trainer, config.start_model
-    architecture, shape = read_model(folder)
-    head = HeadSettings(temperature=config.objective.temperature, vocab_size=shape.vocab_size)
-    chunks = build_chunks(shape, trainer, groups)
-    load_hf(chunks, architecture, shape, folder, groups)
-    return _Model(
-        architecture=architecture,
-        shape=shape,
-        head=head,
-        policy=build_policy(chunks, trainer, trainer.optimizer, trainer.steps),
-        reference=Reference(architecture, shape, trainer, folder, head, groups),
-    )
 
 
 def _build_shard(config: Config, groups: Groups) -> ReplayShard | None:
@@ -127,7 +94,17 @@ def _build_shard(config: Config, groups: Groups) -> ReplayShard | None:
     )
 
 
-def _build_publisher(config: Config, groups: Groups, model: _Model, control: ControlServer | None) -> Publisher:
+def _open_recorder(config: Config, groups: Groups, state: RunState, stack: ExitStack) -> Recorder | None:
+    """On DP leaders of a run that records."""
+    data = config.trainer.data
+    if not groups.is_leader or not isinstance(data, SearcherData) or not data.record:
+        return None
+    recorder = Recorder(config.run.folder / RECORDING, groups.dp_rank, groups.dp_size, state.step + 1)
+    stack.callback(recorder.close)
+    return recorder
+
+
+def _build_publisher(config: Config, groups: Groups, model: Model, control: ControlServer | None) -> Publisher:
     engine = config.search.engine
     return Publisher(
         config=config.weights,
@@ -168,7 +145,7 @@ def _restore(config: Config, policy: Policy, shard: ReplayShard | None, groups: 
     folder = config.run.folder
     found = checkpoint.checkpoints(folder / "checkpoints") if groups.rank == 0 else []
     path = from_rank_0(str(found[-1][1]) if found else "", groups)
-    attempts = from_rank_0(_begin_attempt(folder, found[-1][0] if found else 0) if groups.rank == 0 else None, groups)
+    attempts = from_rank_0(begin_attempt(folder, found[-1][0] if found else 0) if groups.rank == 0 else None, groups)
     if not path:
         return RunState(
             step=0,
@@ -182,17 +159,6 @@ def _restore(config: Config, policy: Policy, shard: ReplayShard | None, groups: 
     if groups.rank == 0:
         _log.info("attempt %d resumes at step %d from %s", len(attempts) - 1, state.step, path)
     return checkpoint.as_attempt(state, attempts)
-
-
-def _begin_attempt(folder: Path, base_step: int) -> tuple[int, ...]:
-    """Note in the run folder that an attempt begins at ``base_step``; the base steps of all attempts."""
-    path = folder / ATTEMPTS
-    before = json.loads(path.read_text()) if path.exists() else []
-    attempts = (*before, base_step)
-    partial = path.with_name(f".{ATTEMPTS}.partial")
-    partial.write_text(json.dumps(attempts) + "\n")
-    partial.rename(path)
-    return attempts
 
 
 def _open_control(
@@ -214,34 +180,3 @@ def _open_control(
         newest=PolicyVersion(state.history.attempt, state.step),
         leases=PromptLeases(state.next_position, list(state.unfinished_prompts)),
     )
-
-
-def _export(config: Config, policy: Policy, groups: Groups, folder: Path) -> None:
-    architecture, shape = read_model(config.start_model)
-    export_hf(
-        policy.chunks,
-        architecture,
-        shape,
-        groups,
-        folder=folder,
-        template=config.start_model,
-        dtype=config.trainer.dtype,
-    )
-    if groups.rank == 0 and folder.parent.name == "weights":
-        for old in folder.parent.iterdir():
-            if old != folder and not old.name.startswith("."):
-                shutil.rmtree(old, ignore_errors=True)
-
-
-def export_newest(config: Config, groups: Groups, folder: Path) -> int:
-    """Write the newest checkpoint as a Hugging Face folder; its step. A collective over all ranks."""
-    _, shape = read_model(config.start_model)
-    chunks = build_chunks(shape, config.trainer, groups)
-    policy = build_policy(chunks, config.trainer, config.trainer.optimizer, config.trainer.steps)
-    found = checkpoint.checkpoints(config.run.folder / "checkpoints")
-    if not found:
-        raise CheckpointError(f"{config.run.folder / 'checkpoints'} holds no checkpoint; train first")
-    step, path = found[-1]
-    checkpoint.load_policy(path, policy)
-    _export(config, policy, groups, folder)
-    return step

@@ -25,6 +25,7 @@ from tba_megatron.trainer.exchange import (
 from tba_megatron.trainer.model import Policy, to_device
 from tba_megatron.trainer.notes import DrawFacts, Note, draw_facts
 from tba_megatron.trainer.publish import Publisher
+from tba_megatron.trainer.recording import Recorder
 from tba_megatron.trainer.reference import Reference
 from tba_megatron.trainer.step import HeadSettings, update
 from tba_megatron.transport.rollouts import RolloutInbox
@@ -41,7 +42,7 @@ POLL_S = 0.01  # how often an idle rank looks for work
 
 
 class TrainLoop:
-    """One rank's loop. ``chief`` is rank 0's, ``shard`` and ``receiver`` are a DP leader's; None elsewhere."""
+    """One rank's loop. ``chief`` is rank 0's, ``shard``, ``receiver`` and ``recorder`` a DP leader's; None elsewhere."""
 
     def __init__(
         self,
@@ -57,12 +58,14 @@ class TrainLoop:
         receiver: RolloutInbox | None,
         publisher: Publisher,
         chief: Chief | None,
+        recorder: Recorder | None,
         history: PolicyHistory,
         step: int,
     ) -> None:
         self._config, self._groups, self._policy, self._reference = config, groups, policy, reference
         self._loss, self._head, self._sampler = loss, head, sampler
         self._shard, self._receiver, self._publisher, self._chief = shard, receiver, publisher, chief
+        self._recorder = recorder
         self._history = history
         self._step = step
         self._signal = 0
@@ -133,6 +136,8 @@ class TrainLoop:
         packs, facts = None, None
         if self._shard is not None:
             draw = self._draw(self._shard, plan, notes)
+            if self._recorder is not None:
+                self._recorder.write(plan.step, draw.groups)
             mine = exchange_groups(draw.groups, self._groups)
             multiple_of = self._groups.tp_size if trainer.sequence_parallel else 1
             packs = pack(mine, trainer.microbatch_tokens, multiple_of, reference_version=self._reference.version)

@@ -15,27 +15,28 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
     complete: bool
     stopped_by_signal: int
-    attempt: int
     steps: int
     skipped_steps: int
-    accuracy_before: float | None
-    accuracy_after: float | None
-    weight_versions: int
-    weight_transfers_failed: int
-    trainer_wait_fraction: float  # of the time from the first step on
-    searcher_idle_fraction: float  # of the searchers' time
-    age_steps_p50: int
-    age_steps_max: int
-    startup_s: float
-    rollouts_generated: int
-    rollouts_in_flight: int
-    rollouts_held_untrained: int
-    rollouts_trained: int
-    rollouts_discarded: int
-    rollouts_discarded_duplicate: int
-    rollouts_discarded_evicted_untrained: int
-    rollouts_discarded_invalid: int
-    rollouts_lost: int
+    # The rest is about searchers, and keeps these values where a run has none.
+    attempt: int = 0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    weight_versions: int = 0
+    weight_transfers_failed: int = 0
+    trainer_wait_fraction: float = 0.0  # of the time from the first step on
+    searcher_idle_fraction: float = 0.0  # of the searchers' time
+    age_steps_p50: int = 0
+    age_steps_max: int = 0
+    startup_s: float = 0.0
+    rollouts_generated: int = 0
+    rollouts_in_flight: int = 0
+    rollouts_held_untrained: int = 0
+    rollouts_trained: int = 0
+    rollouts_discarded: int = 0
+    rollouts_discarded_duplicate: int = 0
+    rollouts_discarded_evicted_untrained: int = 0
+    rollouts_discarded_invalid: int = 0
+    rollouts_lost: int = 0
 
 
 def write_result(folder: Path, result: RunResult) -> None:

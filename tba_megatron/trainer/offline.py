@@ -1,0 +1,140 @@
+"""A loop over steps whose data is simply there: demonstrations, or a recorded stream of train groups.
+
+No searcher sends and nobody publishes; checkpoints, resume and signals are those of the main job.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tba_megatron.dist import Groups
+from tba_megatron.loss.base import Loss
+from tba_megatron.packing import Pack
+from tba_megatron.trainer import checkpoint
+from tba_megatron.trainer.checkpoint import RunState
+from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
+from tba_megatron.trainer.model import Policy, to_device
+from tba_megatron.trainer.reference import Reference
+from tba_megatron.trainer.step import HeadSettings, Update, update
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepData:
+    """One step's data: this replica's microbatches, and what the loss of the whole step is divided by."""
+
+    packs: Sequence[Pack]
+    normaliser: float
+
+
+class Source(Protocol):
+    """Where steps come from, and who hears of them. All ranks call it together and in order."""
+
+    def data(self, step: int) -> StepData:
+        """A pure function of ``step``, so that a resumed run goes on with the same data."""
+        ...
+
+    def done(self, step: int, update: Update, seconds: float) -> None:
+        """Step ``step`` was made."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """Where checkpoints are kept and how often they are made; ``every_steps`` 0: only on a signal."""
+
+    folder: Path
+    every_steps: int
+    keep: int
+    at_end: bool
+
+
+class OfflineLoop:
+    """One rank's loop. ``reference`` is None where the loss needs none."""
+
+    def __init__(
+        self,
+        *,
+        groups: Groups,
+        policy: Policy,
+        reference: Reference | None,
+        loss: Loss,
+        head: HeadSettings,
+        source: Source,
+        saving: Saving,
+        state: RunState,
+    ) -> None:
+        self._groups, self._policy, self._reference = groups, policy, reference
+        self._loss, self._head, self._source, self._saving = loss, head, source, saving
+        self._state = state
+        self._signal = 0
+
+    @property
+    def state(self) -> RunState:
+        """The run as it is after the last step."""
+        return self._state
+
+    def run(self, steps: int) -> int:
+        """Until ``steps`` are made, or a signal arrived at any rank: that signal, or 0."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+        saved = self._state.step
+        stopped_by = 0
+        while self._state.step < steps and not stopped_by:
+            self._step(self._state.step + 1)
+            stopped_by = next((number for number in gather_on_all(self._signal, self._groups) if number), 0)
+            last = self._state.step == steps
+            every = self._saving.every_steps
+            if stopped_by or (every and self._state.step % every == 0) or (last and self._saving.at_end):
+                self._save()
+                saved = self._state.step
+        if self._saving.at_end and saved != self._state.step:
+            self._save()
+        return stopped_by
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signal = number
+
+    def _step(self, step: int) -> None:
+        started_s = time.monotonic()
+        data = self._source.data(step)
+        packs = self._reference.fill(data.packs)[0] if self._reference else data.packs
+        batches = [to_device(pack.microbatch, self._groups.device) for pack in packs]
+        done = update(self._policy, batches, self._loss, data.normaliser, self._head, self._groups)
+        skipped = self._state.skipped_steps + done.skipped
+        self._state = msgspec.structs.replace(self._state, step=step, skipped_steps=skipped)
+        self._source.done(step, done, time.monotonic() - started_s)
+
+    def _save(self) -> None:
+        saving = self._saving
+        path = checkpoint.save(saving.folder, self._policy, None, self._state, self._groups, keep=saving.keep)
+        if self._groups.rank == 0:
+            _log.info("saved %s", path)
+
+
+def restore(folder: Path, policy: Policy, groups: Groups) -> RunState:
+    """The newest checkpoint of ``folder``, loaded on every rank; a new run's state where there is none."""
+    found = checkpoint.checkpoints(folder) if groups.rank == 0 else []
+    path = from_rank_0(str(found[-1][1]) if found else "", groups)
+    if not path:
+        return RunState(
+            step=0,
+            base_steps=(0,),
+            data_parallel=groups.dp_size,
+            next_position=0,
+            unfinished_prompts=[],
+            generated={},
+        )
+    state = checkpoint.load(Path(path), policy, None, groups)
+    if groups.rank == 0:
+        _log.info("resumed at step %d from %s", state.step, path)
+    return state

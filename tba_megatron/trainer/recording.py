@@ -1,0 +1,140 @@
+"""The recorded stream of train groups: what each step was trained on, so that another run can train on it again.
+
+``recording/dp-0.groups`` of a run folder is what replica 0's shard gave to each step, one frame a step: length and
+xxh3-64 of the payload, then the payload. Reference log-probs are left out: whoever trains on a recording asks its own
+reference.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import xxhash
+
+from tba_megatron.errors import CheckpointError
+from tba_megatron.trainer.exchange import decode_groups, encode_groups
+from tba_megatron.types import TrainGroup
+
+FOLDER = "recording"
+_HEADER = struct.Struct("<QQ")  # bytes of the payload, its checksum
+
+
+class _Frame(msgspec.Struct, array_like=True):
+    step: int
+    replicas: int  # files that hold a part of this step
+    groups: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(_Frame)
+
+
+class Recorder:
+    """Appends one replica's groups of each step. Steps from ``first_step`` on that are already there are cut off:
+    they belong to an attempt that was abandoned. CheckpointError when the file cannot be written."""
+
+    def __init__(self, folder: Path, replica: int, replicas: int, first_step: int) -> None:
+        self._path, self._replicas = _file(folder, replica), replicas
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            keep = max((end for step, _, end in _index(self._path) if step < first_step), default=0)
+            self._stream = self._path.open("r+b" if self._path.exists() else "w+b")
+            self._stream.truncate(keep)
+            self._stream.seek(keep)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def write(self, step: int, groups: Sequence[TrainGroup]) -> None:
+        payload = msgspec.msgpack.encode(
+            _Frame(step=step, replicas=self._replicas, groups=encode_groups([_bare(group) for group in groups]))
+        )
+        try:
+            self._stream.write(_HEADER.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload)
+            self._stream.flush()
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _cannot_write(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path} cannot be written ({error.strerror or error}); make room, or set trainer.data.record to "
+            f"false"
+        )
+
+
+class Recording:
+    """Reads the steps of a recording. CheckpointError names the file and the step of what is missing or damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._paths = sorted(folder.glob("dp-*.groups"), key=lambda path: int(path.stem.removeprefix("dp-")))
+        if not self._paths:
+            raise CheckpointError(
+                f"{folder} holds no recording; give the folder that a run with trainer.data.record wrote"
+            )
+        self._frames = [{step: start for step, start, _ in _index(path)} for path in self._paths]
+
+    @property
+    def n_steps(self) -> int:
+        """Steps from 1 on without a gap."""
+        steps = set().union(*self._frames)
+        return next(step for step in range(len(steps) + 1) if step + 1 not in steps)
+
+    def groups(self, step: int) -> list[TrainGroup]:
+        """The groups of ``step`` from all replicas, in the order of their files."""
+        groups: list[TrainGroup] = []
+        parts = wanted = 0
+        for path, frames in zip(self._paths, self._frames, strict=True):
+            if step in frames:
+                with path.open("rb") as stream:
+                    stream.seek(frames[step])
+                    frame = _read(stream)
+                assert frame is not None  # the index has seen it whole
+                groups += decode_groups(frame.groups)
+                parts, wanted = parts + 1, frame.replicas
+        if parts != wanted or not groups:
+            raise CheckpointError(
+                f"{self._folder} has {parts} of the {wanted or 'unknown number of'} parts of step {step} (it holds "
+                f"{self.n_steps} steps); lower trainer.steps, or copy the folder again"
+            )
+        return groups
+
+
+def _file(folder: Path, replica: int) -> Path:
+    return folder / f"dp-{replica}.groups"
+
+
+def _bare(group: TrainGroup) -> TrainGroup:
+    return replace(
+        group, rollouts=tuple(replace(r, reference_logprob=None, reference_version=None) for r in group.rollouts)
+    )
+
+
+def _index(path: Path) -> list[tuple[int, int, int]]:
+    """(step, start, end) of the frames of a file up to the first that is not whole: a crash may have cut the last."""
+    found: list[tuple[int, int, int]] = []
+    if not path.exists():
+        return found
+    with path.open("rb") as stream:
+        start = 0
+        while (frame := _read(stream)) is not None:
+            found.append((frame.step, start, stream.tell()))
+            start = stream.tell()
+    return found
+
+
+def _read(stream: BinaryIO) -> _Frame | None:
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    size, checksum = _HEADER.unpack(header)
+    payload = stream.read(size)
+    if len(payload) < size or xxhash.xxh3_64_intdigest(payload) != checksum:
+        return None
+    return _decoder.decode(payload)

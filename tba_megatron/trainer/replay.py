@@ -1,0 +1,125 @@
+"""Training on the recording of another run: the training half alone, without searchers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tba_megatron.config import Config, RecordedData
+from tba_megatron.dist import Groups
+from tba_megatron.errors import CheckpointError
+from tba_megatron.loss.registry import make_loss
+from tba_megatron.metrics import MetricLog, open_metric_log
+from tba_megatron.packing import Pack, pack
+from tba_megatron.trainer.all_or_none import all_or_none
+from tba_megatron.trainer.build import build_model, export_policy
+from tba_megatron.trainer.exchange import assign_replicas, share_packs
+from tba_megatron.trainer.offline import OfflineLoop, Saving, StepData, restore
+from tba_megatron.trainer.recording import Recording
+from tba_megatron.trainer.result import RunResult, write_result
+from tba_megatron.trainer.step import Update
+from tba_megatron.trainer.step_metrics import update_metrics
+from tba_megatron.types import TrainGroup
+
+
+def train_on_recording(config: Config, data: RecordedData, groups: Groups) -> int:
+    """Run this rank until ``trainer.steps`` are made or a signal stops it; the exit code."""
+    with all_or_none(groups, CheckpointError):
+        recording = _open(config, data.folder) if groups.is_leader else None
+    model = build_model(config, groups)
+    folder = config.run.folder
+    state = restore(folder / "checkpoints", model.policy, groups)
+    loss = make_loss(config.objective.loss)
+    log = _open_log(config, state.step) if groups.rank == 0 else None
+    trainer = config.trainer
+    loop = OfflineLoop(
+        groups=groups,
+        policy=model.policy,
+        reference=model.reference if loss.needs_reference else None,
+        loss=loss,
+        head=model.head,
+        source=_Recorded(config, recording, groups, log, state.skipped_steps),
+        saving=Saving(
+            folder=folder / "checkpoints",
+            every_steps=trainer.save_every_steps,
+            keep=trainer.keep_checkpoints,
+            at_end=True,
+        ),
+        state=state,
+    )
+    stopped_by = loop.run(trainer.steps)
+    if log is not None:
+        log.close()
+    complete = loop.state.step >= trainer.steps
+    if complete:
+        export_policy(config, model.policy, groups, folder / "hf")
+    if groups.rank == 0:
+        result = RunResult(
+            complete=complete,
+            stopped_by_signal=stopped_by,
+            steps=loop.state.step,
+            skipped_steps=loop.state.skipped_steps,
+        )
+        write_result(folder, result)
+    return 128 + stopped_by if stopped_by else 0
+
+
+def _open(config: Config, folder: Path) -> Recording:
+    recording = Recording(folder)
+    if recording.n_steps < config.trainer.steps:
+        raise CheckpointError(
+            f"trainer.steps: {config.trainer.steps} is more than the {recording.n_steps} whole steps of {folder}; "
+            f"lower it"
+        )
+    return recording
+
+
+def _open_log(config: Config, step: int) -> MetricLog:
+    return open_metric_log(
+        config.metrics,
+        config.run.folder,
+        first_step=step + 1 if step else 0,
+        total_steps=config.trainer.steps,
+        stream=sys.stdout,
+    )
+
+
+class _Recorded:
+    """A recording as the source of an offline loop. ``recording`` is given on DP leaders, ``log`` on rank 0."""
+
+    def __init__(
+        self, config: Config, recording: Recording | None, groups: Groups, log: MetricLog | None, skipped: int
+    ) -> None:
+        self._trainer, self._recording, self._groups, self._log = config.trainer, recording, groups, log
+        self._multiple_of = groups.tp_size if config.trainer.sequence_parallel else 1
+        self._skipped = skipped
+
+    def data(self, step: int) -> StepData:
+        trainer, packs = self._trainer, None
+        with all_or_none(self._groups, CheckpointError):
+            if self._recording is not None:
+                packs = self._packs(self._recording, step)
+        normaliser = float(trainer.prompts_per_step * trainer.rollouts_per_prompt)
+        return StepData(packs=share_packs(packs, self._groups), normaliser=normaliser)
+
+    def _packs(self, recording: Recording, step: int) -> list[Pack]:
+        """This replica's share of what the recorded step was trained on."""
+        recorded = recording.groups(step)
+        self._check(recorded, step)
+        replicas = assign_replicas([group.n_tokens for group in recorded], self._groups.dp_size)
+        mine = [group for group, to in zip(recorded, replicas, strict=True) if to == self._groups.dp_rank]
+        return pack(mine, self._trainer.microbatch_tokens, self._multiple_of)
+
+    def _check(self, recorded: list[TrainGroup], step: int) -> None:
+        wanted = (self._trainer.prompts_per_step, self._trainer.rollouts_per_prompt)
+        found = (len(recorded), sum(recorded[0].copies))
+        if found != wanted:
+            raise CheckpointError(
+                f"step {step} of the recording has {found[0]} prompts of {found[1]} rollouts; set "
+                f"trainer.prompts_per_step (now {wanted[0]}) and trainer.rollouts_per_prompt (now {wanted[1]}) to that"
+            )
+
+    def done(self, step: int, update: Update, seconds: float) -> None:
+        self._skipped += update.skipped
+        if self._log is not None:
+            self._log.log(step, {**update_metrics(update, self._skipped), "time/step_s": seconds})

@@ -1,0 +1,99 @@
+"""A recording gives back what was recorded, and says what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tiny
+
+from tba_megatron.errors import CheckpointError
+from tba_megatron.trainer.exchange import encode_groups
+from tba_megatron.trainer.recording import Recorder, Recording
+
+STEPS = {step: tiny.train_groups(3, seed=step) for step in range(1, 6)}
+
+
+def record(folder, steps, *, first_step=1, replica=0, replicas=1):
+    recorder = Recorder(folder, replica, replicas, first_step)
+    for step in steps:
+        recorder.write(step, STEPS[step])
+    recorder.close()
+
+
+def recorded(folder, step):
+    return encode_groups(Recording(folder).groups(step))
+
+
+def test_what_was_recorded_is_read_again_in_any_order(tmp_path):
+    record(tmp_path, STEPS)
+    assert Recording(tmp_path).n_steps == 5
+    for step in (4, 1, 5, 2, 3):
+        assert recorded(tmp_path, step) == encode_groups(STEPS[step])
+
+
+def test_the_parts_of_all_replicas_are_one_step(tmp_path):
+    for replica in range(2):
+        record(tmp_path, [1], replica=replica, replicas=2)
+    assert recorded(tmp_path, 1) == encode_groups(STEPS[1] + STEPS[1])
+
+
+def test_reference_logprobs_are_not_recorded(tmp_path):
+    group = STEPS[1][0]
+    known = replace(
+        group, rollouts=tuple(replace(r, reference_logprob=-1.0, reference_version=0) for r in group.rollouts)
+    )
+    recorder = Recorder(tmp_path, 0, 1, 1)
+    recorder.write(1, [known])
+    recorder.close()
+    assert recorded(tmp_path, 1) == encode_groups([group])
+
+
+def test_a_resumed_run_records_over_the_steps_of_the_branch_that_was_abandoned(tmp_path):
+    record(tmp_path, [1, 2, 3, 4])
+    recorder = Recorder(tmp_path, 0, 1, 3)
+    recorder.write(3, STEPS[5])
+    recorder.close()
+    assert Recording(tmp_path).n_steps == 3
+    assert recorded(tmp_path, 2) == encode_groups(STEPS[2])
+    assert recorded(tmp_path, 3) == encode_groups(STEPS[5])
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_tail_that_a_crash_cut_short_is_left_out_and_written_over(cut, tmp_path):
+    record(tmp_path, [1, 2])
+    path = tmp_path / "dp-0.groups"
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert Recording(tmp_path).n_steps == 1
+    record(tmp_path, [2, 3], first_step=2)
+    assert [recorded(tmp_path, step) for step in (1, 2, 3)] == [encode_groups(STEPS[step]) for step in (1, 2, 3)]
+
+
+def test_a_flipped_bit_ends_the_recording_there(tmp_path):
+    record(tmp_path, [1])
+    size = (tmp_path / "dp-0.groups").stat().st_size
+    record(tmp_path, [2, 3], first_step=2)
+    data = bytearray((tmp_path / "dp-0.groups").read_bytes())
+    data[size + 40] ^= 1
+    (tmp_path / "dp-0.groups").write_bytes(data)
+    assert Recording(tmp_path).n_steps == 1
+
+
+def test_a_missing_part_or_step_is_one_line(tmp_path):
+    record(tmp_path, [1, 2], replica=0, replicas=2)
+    record(tmp_path, [1], replica=1, replicas=2)
+    for step, words in ((2, "has 1 of the 2 parts of step 2"), (7, "of step 7 (it holds 2 steps)")):
+        with pytest.raises(CheckpointError) as caught:
+            Recording(tmp_path).groups(step)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_recording_is_one_line(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no recording; give the folder"):
+        Recording(tmp_path)
+
+
+def test_a_recording_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "recording").write_text("a file is in the way")
+    with pytest.raises(CheckpointError, match=r"dp-0\.groups cannot be written .*set trainer\.data\.record to false"):
+        Recorder(tmp_path / "recording", 0, 1, 1)
