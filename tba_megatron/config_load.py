@@ -29,13 +29,24 @@ from tba_megatron.errors import ConfigError, RunFolderError
 KeyPath = tuple[str, ...]
 
 # What may differ between two attempts of one run, because the learning problem stays the same: how long, how
-# often saved, how watched, where, and with how many searchers. "x.*" stands for a whole section.
+# often saved, how watched, on how many ranks, where, and with how many searchers. "x.*" stands for a whole section.
 MAY_CHANGE = frozenset(
     {
         "run.folder",
+        "sft.save_every_steps",
         "trainer.steps",
         "trainer.save_every_steps",
         "trainer.keep_checkpoints",
+        "trainer.tensor_parallel",
+        "trainer.pipeline_parallel",
+        "trainer.virtual_pipeline",
+        "trainer.data_parallel",
+        "trainer.sequence_parallel",
+        "trainer.recompute",
+        "trainer.microbatch_tokens",
+        "trainer.megatron_extra.num_layers_in_first_pipeline_stage",
+        "trainer.megatron_extra.num_layers_in_last_pipeline_stage",
+        "trainer.megatron_extra.pipeline_model_parallel_layout",
         "trainer.threads",
         "trainer.distributed_timeout_s",
         "weights.bucket_bytes",
@@ -117,7 +128,7 @@ def _may_change(key: str) -> bool:
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in tree.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -27,6 +27,7 @@ SETTINGS = (
     "evaluation.problems=16",
     "metrics.sample_rollouts_every_steps=2",
     "transport.heartbeat_s=0.02",  # samples travel with heartbeats
+    "trainer.data.record=true",
 )
 
 
@@ -90,3 +91,18 @@ def test_a_run_folder_with_another_configuration_is_refused_by_its_keys(run):
     assert "run.seed is 0 there and 3 here" in line
     assert "objective.loss.beta is 0.1 there and 0.2 here" in line
     assert contents(folder) == before
+
+
+def test_what_was_recorded_is_trained_on_again_without_searchers(run, tmp_path):
+    folder, _, _ = run
+    start = ("sft.steps=0", "model.init=pretrained", f"model.path={folder / 'sft'}")
+    done = tba(
+        "launch", tmp_path, *start, "trainer.steps=4", f"trainer.data={{kind: recording, folder: {folder}/recording}}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "training: 4 steps, a recording" in done.stdout
+    assert (summary_of(tmp_path)["complete"], summary_of(tmp_path)["steps"]) == (True, 4)
+    for name in ("optim/loss", "optim/grad_norm", "optim/lr", "reward/train_mean"):
+        assert records(tmp_path, name) == pytest.approx(records(folder, name), rel=1e-4)
+    assert (tmp_path / "hf" / "config.json").exists()
+    assert not list((tmp_path / "logs").glob("search-*"))

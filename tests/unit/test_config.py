@@ -204,6 +204,35 @@ def test_what_leaves_the_learning_problem_alone_may_change_between_attempts(file
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["config.yaml"]
 
 
+def test_a_run_may_go_on_with_other_parallel_sizes(file, tmp_path):
+    sizes = ["tensor_parallel=2", "pipeline_parallel=2", "data_parallel=2", "sequence_parallel=true", "recompute=full"]
+    uneven = "megatron_extra={num_layers_in_first_pipeline_stage: 2}"
+    for overrides in ([], sizes, [uneven], []):
+        config = load_config(file, [f"trainer.{override}" for override in overrides])
+        store_config(config, tmp_path / "r")
+        assert load_config(tmp_path / "r" / "config.yaml") == config
+    other = load_config(file, ["trainer.megatron_extra={attention_softmax_in_fp32: true}"])
+    with pytest.raises(RunFolderError, match=r"trainer\.megatron_extra\.attention_softmax_in_fp32 is "):
+        store_config(other, tmp_path / "r")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["trainer.microbatch_tokens=100"],
+            "trainer.microbatch_tokens: 100 cannot hold one sequence of model.max_length",
+        ),
+        (["trainer.virtual_pipeline=2"], "trainer.virtual_pipeline: 2 needs at least two pipeline stages"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_one_line(overrides, words, file):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    (problem,) = caught.value.problems
+    assert words in problem and problem.startswith(f"override '{overrides[0]}': ")
+
+
 def test_a_run_folder_that_cannot_be_used_is_one_clear_line(file, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(RunFolderError, match="cannot be written: File exists"):
