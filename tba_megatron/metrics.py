@@ -23,6 +23,7 @@ CONSOLE_METRICS = {
     "age": "age/p50",
     "loss": "optim/loss",
     "nll": "sft/nll",
+    "held-out nll": "sft/held_out_nll",
     "grad": "optim/grad_norm",
     "tok/s": "throughput/train_tok_s",
 }
