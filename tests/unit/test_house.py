@@ -44,6 +44,8 @@ LIBRARY_HOMES = {
     "torch.utils.tensorboard": {"metrics"},
     "zmq": {"transport"},
     "yaml": {"config_load"},
+    "sentencepiece": {"models"},
+    "tokenizers": {"models"},
     "megatron_patches": {"megatron_patches", "trainer", "cli"},
 }
 ENVIRONMENT = {"dist", "ops", "cli"}
@@ -54,6 +56,8 @@ BOUNDARIES = frozenset(
     {
         # A thread's fault, which the main thread raises again.
         "tba_megatron.trainer.publish:_run",
+        # The tokenizers library raises bare Exceptions about the files it reads; each becomes a ModelError.
+        "tba_megatron.models.tokenizer:_from_file",
     }
 )
 

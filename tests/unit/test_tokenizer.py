@@ -23,11 +23,11 @@ def write(folder, name, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def real_tokenizer(name):
+def real_folder(name):
     root = os.environ.get("TBA_TEST_DATA")
     if root is None or not (Path(root) / "tokenizers" / name).is_dir():
         pytest.skip(f"TBA_TEST_DATA names no folder with tokenizers/{name}")
-    return HfTokenizer(Path(root) / "tokenizers" / name)
+    return Path(root) / "tokenizers" / name
 
 
 def test_every_character_is_one_token_and_comes_back():
@@ -46,6 +46,37 @@ def test_the_vocabulary_of_the_tiny_model_is_that_of_its_tokenizer():
 
 def test_eos_and_padding_are_not_part_of_the_text():
     assert HfTokenizer(FOLDER).decode(np.array([3, 4, 1, 0, 0])) == "12"
+
+
+def test_an_added_padding_token_is_no_text_but_padding_with_plain_text_is(folder):
+    added = {"id": 19, "content": "[PAD]", "special": False, "single_word": False}
+    added |= {"lstrip": False, "rstrip": False, "normalized": False}
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    write(folder, "tokenizer.json", added_tokens=[*tokens, added])
+    write(folder, "config.json", vocab_size=20)
+    assert HfTokenizer(folder).decode(np.array([3, 19, 4])) == "1[PAD]2"
+    write(folder, "tokenizer_config.json", pad_token="[PAD]")
+    assert HfTokenizer(folder).decode(np.array([3, 19, 4])) == "12"
+    write(folder, "tokenizer_config.json", pad_token="1")
+    assert HfTokenizer(folder).decode(np.array([3, 4])) == "12"
+
+
+def test_a_model_with_more_rows_than_ids_is_accepted_and_they_are_no_text(folder):
+    write(folder, "config.json", vocab_size=64)
+    assert HfTokenizer(folder).vocab_size == 19
+    assert HfTokenizer(folder).decode(np.array([3, 63, 4])) == "12"
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_one_clear_line(folder):
+    write(folder, "config.json", vocab_size=18)
+    with pytest.raises(ModelError) as caught:
+        HfTokenizer(folder)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{folder / 'tokenizer.json'}: the tokenizer needs 19 ids, but {folder / 'config.json'} has")
+    assert "vocab_size 18" in line and "(18 " in line and "resize_token_embeddings" in line
+    write(folder, "config.json", vocab_size=5)
+    with pytest.raises(ModelError, match=r"\(5 '3', 6 '4', 7 '5' and 11 more\)"):
+        HfTokenizer(folder)
 
 
 @pytest.mark.slow
@@ -76,6 +107,13 @@ def test_config_json_is_asked_where_the_generation_config_is_silent(folder):
     assert HfTokenizer(folder).eos_ids == (6, 1)
 
 
+def test_the_eos_of_an_older_special_tokens_map_counts(folder):
+    write(folder, "generation_config.json", eos_token_id=5)
+    write(folder, "tokenizer_config.json", eos_token=None)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
+    assert HfTokenizer(folder).eos_ids == (5, 1)
+
+
 def test_stored_truncation_and_padding_do_not_touch_a_prompt(folder):
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     write(folder, "tokenizer.json", truncation=truncation)
@@ -94,7 +132,7 @@ def test_no_bos_is_added_where_the_tokenizer_has_one(folder):
 
 
 def test_a_folder_without_a_tokenizer_is_one_clear_line(folder, tmp_path):
-    with pytest.raises(ModelError, match=r"nowhere/tokenizer\.json: no such file"):
+    with pytest.raises(ModelError, match=r"nowhere: no tokenizer\.json and no tokenizer\.model; copy one"):
         HfTokenizer(tmp_path / "nowhere")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="not a tokenizer"):
@@ -119,8 +157,30 @@ def test_a_model_without_eos_or_with_one_outside_the_vocabulary_is_refused(folde
     ("name", "vocab_size", "eos"), [("qwen3", 151669, "<|im_end|>"), ("gpt2_fast", 50257, "<|endoftext|>")]
 )
 def test_real_tokenizers_round_trip(name, vocab_size, eos):
-    tokenizer = real_tokenizer(name)
+    tokenizer = HfTokenizer(real_folder(name))
     assert tokenizer.vocab_size == vocab_size
     text = "Héllo, 12+7=19!\n\n  “日本語” 👋🏽 ½ cup\t"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(eos).tolist() == [tokenizer.eos_ids[0]]
+
+
+def test_a_real_folder_of_the_slow_tokenizer_alone_is_refused():
+    with pytest.raises(ModelError, match=r"gpt2: no tokenizer\.json.*save_pretrained"):
+        HfTokenizer(real_folder("gpt2"))
+
+
+def test_a_real_tokenizer_fits_a_padded_model_and_no_smaller_one(tmp_path):
+    folder = shutil.copytree(real_folder("qwen3"), tmp_path / "qwen3")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 151936}))
+    assert HfTokenizer(folder).vocab_size == 151669
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 151643}))
+    with pytest.raises(ModelError, match=r"151643 '<\|endoftext\|>', .* and 23 more"):
+        HfTokenizer(folder)
+
+
+def test_a_damaged_tokenizer_json_is_one_line(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": 3}}')
+    with pytest.raises(ModelError) as caught:
+        HfTokenizer(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'tokenizer.json'}: not a tokenizer (")
+    assert "\n" not in str(caught.value)
