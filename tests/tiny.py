@@ -18,37 +18,48 @@ BETA = 0.1
 OPTIMIZER = OptimizerSection(learning_rate=1e-2, adam_eps=1e-3, weight_decay=0.1, clip_grad_norm=1.0)
 
 
-def hf_model(kind: str, *, tied: bool, layers: int = 2, seed: int = 0):
-    """A Qwen2 or Llama of 19 tokens whose every parameter is random, biases and norms included."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+def hf_config(kind: str, *, tied: bool, layers: int = 2, **changes):
+    """The transformers configuration of a tiny model; ``changes`` are fields of it."""
+    from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
-    config_class, model_class = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    gated = {**sizes, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+    config_class, fields = {
+        "qwen2": (Qwen2Config, gated),
+        "qwen3": (Qwen3Config, {**gated, "head_dim": 12}),
+        "llama": (LlamaConfig, gated),
+        # Heads of 16 columns, of which the quarter that is rotated has two frequencies.
+        "gpt_neox": (GPTNeoXConfig, {**sizes, "hidden_size": 64, "rotary_pct": 0.25}),
+        "gpt2": (GPT2Config, {"n_embd": 32, "n_inner": 48, "n_layer": layers, "n_head": 4, "n_positions": 64}),
     }[kind]
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        rms_norm_eps=1e-6,
-        use_cache=False,
-    )
+    config = config_class(vocab_size=VOCAB, tie_word_embeddings=tied, use_cache=False, **(fields | changes))
     config.eos_token_id, config.pad_token_id, config.bos_token_id = 1, 0, None
+    return config
+
+
+def hf_model(kind: str, *, tied: bool, layers: int = 2, seed: int = 0, **changes):
+    """A model of 19 tokens whose every parameter is random, biases and norms included; logits of order 1 to 10."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
-    model = model_class(config).float().eval()
+    model = AutoModelForCausalLM.from_config(hf_config(kind, tied=tied, layers=layers, **changes)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.normal_(1.0 if is_norm else 0.0, 0.2)
     return model
 
 
-def save_model(folder: Path, kind: str = "qwen2", *, tied: bool = True, layers: int = 2, seed: int = 0) -> Path:
-    hf_model(kind, tied=tied, layers=layers, seed=seed).save_pretrained(folder)
+def save_model(
+    folder: Path, kind: str = "qwen2", *, tied: bool = True, layers: int = 2, seed: int = 0, **changes
+) -> Path:
+    hf_model(kind, tied=tied, layers=layers, seed=seed, **changes).save_pretrained(folder)
     return folder
 
 
@@ -58,18 +69,18 @@ def load_hf_model(folder: Path):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def train_groups(n: int, k: int = 3, *, seed: int = 0) -> list[TrainGroup]:
+def train_groups(n: int, k: int = 3, *, seed: int = 0, vocab: int = VOCAB) -> list[TrainGroup]:
     """``n`` groups of up to ``k`` distinct completions of different lengths, with copies that sum to 2 ``k``."""
     rng = np.random.default_rng(seed)
     groups = []
     for g in range(n):
         rollouts = tuple(
-            rollout(g * k + i, rng.integers(2, VOCAB, rng.integers(1, 7)), float(rng.normal())) for i in range(k)
+            rollout(g * k + i, rng.integers(2, vocab, rng.integers(1, 7)), float(rng.normal())) for i in range(k)
         )
         groups.append(
             TrainGroup(
                 prompt_id=f"p{g}",
-                prompt_token_ids=rng.integers(2, VOCAB, rng.integers(2, 6)).astype(np.int32),
+                prompt_token_ids=rng.integers(2, vocab, rng.integers(2, 6)).astype(np.int32),
                 rollouts=rollouts,
                 copies=(k + 1, *[1] * (k - 1)),
             )

@@ -1,86 +1,196 @@
-"""Hugging Face folders on disk: read tensors one at a time, write a folder that others load."""
+"""Hugging Face folders on disk, read: where each tensor lies, and parts of tensors, file by file."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from tba_megatron.errors import CheckpointError, ModelError
+from tba_megatron.errors import ModelError
+from tba_megatron.models.layouts import Source
 
-# What travels with the weights: everything a reader needs that is not weights.
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+# Weights that are there, but not as safetensors. Reading most of them would run code that they contain.
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """Where a tensor lies and what the header of its file says about it."""
+
+    path: Path
+    name: str
+    dtype: str  # as safetensors names it: F32, BF16, I8
+    shape: tuple[int, ...]
+
+
+def list_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of ``folder`` by its name, from the headers alone.
+
+    The files are those that the index names, and without an index all that end in .safetensors. ModelError in one
+    line that names the file when there is none, one cannot be read, or index and files contradict each other.
+    """
+    index = _read_index(folder)
+    paths = sorted({folder / file for file in index.values()}) if index else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(_no_weights(folder))
+    stored: dict[str, Stored] = {}
+    for path in paths:
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                if name in stored:
+                    raise ModelError(f"{path}: {name} is in {stored[name].path.name} too; remove one of the files")
+                part = file.get_slice(name)
+                stored[name] = Stored(path=path, name=name, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+    for name, file in index.items():
+        if name not in stored or stored[name].path != folder / file:
+            raise ModelError(f"{folder / file} lacks {name}, which {INDEX} places there; download both again")
+    if not stored:
+        raise ModelError(f"{paths[0]} holds no tensors; download it again, or set model.init to random")
+    return stored
+
+
+class StoredTensor:
+    """A ``Source`` in an open file: parts of it are views of the mapped file, read when they are used."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self._part.get_shape()
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
+        return self._part[index]
 
 
 class HfTensors:
-    """The tensors of a folder by name, read on demand from memory-mapped safetensors files."""
+    """The tensors of ``stored``, to be read within a ``with`` block, at whose end every file is closed.
 
-    def __init__(self, files: dict[str, safe_open]) -> None:
-        self._files = files
+    Its keys are the names to ask for; they may differ from the names in the files.
+    """
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self.stored = stored
+        self._open: dict[Path, Any] = {}
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._files)
+        return frozenset(self.stored)
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+    def place(self, name: str) -> str:
+        """The file that holds ``name``."""
+        return str(self.stored[name].path)
+
+    def __enter__(self) -> HfTensors:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for path in list(self._open):
+            self._close(path)
+
+    def read(self, wanted: Sequence[tuple[str, ...]]) -> Iterator[tuple[int, list[Source]]]:
+        """(i, the sources of ``wanted[i]``), ordered by file so that each file is opened once.
+
+        A file is closed when nothing else needs it. Parts of sources keep its pages in memory for as long as they
+        are referenced: copy them and let them go before the next item. ModelError when a file cannot be opened.
+        """
+        paths = [sorted({self.stored[name].path for name in names}) for names in wanted]
+        order = sorted(range(len(wanted)), key=lambda i: (paths[i][-1], paths[i][0]))
+        last = {path: i for i in order for path in paths[i]}
+        for i in order:
+            for path in paths[i]:
+                if path not in self._open:
+                    self._open[path] = _open(path).__enter__()
+            yield i, [self._source(name) for name in wanted[i]]
+            for path in paths[i]:
+                if last[path] == i:
+                    self._close(path)
+
+    def _source(self, name: str) -> Source:
+        stored = self.stored[name]
+        try:
+            return StoredTensor(self._open[stored.path].get_slice(stored.name))
+        except SafetensorError as error:
+            raise ModelError(f"{stored.path}: {stored.name} cannot be read ({error}); was the file replaced?") from None
+
+    def _close(self, path: Path) -> None:
+        self._open.pop(path).__exit__(None, None, None)
 
 
-@contextmanager
-def open_tensors(folder: Path) -> Iterator[HfTensors]:
-    """Open every safetensors file of ``folder``; ModelError when there is none."""
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ModelError(f"{folder} holds no .safetensors file; convert the weights, or set model.init to random")
-    with ExitStack() as stack:
-        files: dict[str, safe_open] = {}
-        for path in paths:
-            opened = stack.enter_context(safe_open(path, framework="pt"))
-            files.update(dict.fromkeys(opened.keys(), opened))
-        yield HfTensors(files)
+def open_tensors(folder: Path) -> HfTensors:
+    """The tensors of ``folder``, for a ``with`` block; the errors of ``list_tensors``."""
+    return HfTensors(list_tensors(folder))
 
 
-def write_folder(folder: Path, template: Path, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> None:
-    """Write ``tensors`` beside the companions of ``template``; the folder appears under its name when it is whole.
-
-    CheckpointError when it cannot be written; what was there before stays.
-    """
-    partial = folder.with_name(f".{folder.name}.partial")
+def _open(path: Path) -> safe_open:
     try:
-        _write(partial, template, tensors, dtype)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"cannot write {folder}: {error}; is there space, and may it be written?") from None
+        raise ModelError(f"{path} {_diagnosis(path, error)}") from None
 
 
-def _write(partial: Path, template: Path, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name in COMPANIONS:
-        if (template / name).exists():
-            shutil.copyfile(template / name, partial / name)
-    config = json.loads((partial / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = dtype
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    whole = {name: tensor.contiguous() for name, tensor in tensors}
-    save_file(whole, partial / "model.safetensors", metadata={"format": "pt"})
+def _diagnosis(path: Path, error: Exception) -> str:
+    """What is wrong with a file that did not open, and what to do."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+    except IsADirectoryError:
+        return "is a folder, not a safetensors file; remove or replace it"
+    except FileNotFoundError:
+        return "does not exist, or is a link to nothing; copy or download it"
+    except OSError as refused:
+        return f"cannot be read ({refused.strerror}); check who may read it"
+    if not start:
+        return "is empty; copy or download it again"
+    if start == _LFS_POINTER:
+        return f"is a git-lfs pointer and not the weights; run git lfs pull in {path.parent}"
+    reason = " ".join(str(error).split())
+    if isinstance(error, OSError):
+        return f"cannot be read ({reason}); check the disk and its limits"
+    return f"is not a whole safetensors file ({reason}); copy or download it again"
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name; empty where there is no index."""
+    path = folder / INDEX
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        files = set(weight_map.values())
+        whole = all(isinstance(file, str) and Path(file).name == file for file in files)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}); check what it is and who may read it") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole, files, weight_map = False, set(), {}
+    if not whole or not files:
+        raise ModelError(f"{path} is not an index (weight_map: tensor to file of this folder); download it again")
+    if SINGLE not in files and (folder / SINGLE).exists():
+        raise ModelError(
+            f"{folder} holds {SINGLE} and an index that does not name it, and loaders differ about which counts; "
+            f"remove {SINGLE} or {INDEX}"
+        )
+    return weight_map
+
+
+def _no_weights(folder: Path) -> str:
+    try:
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
+    except OSError as error:
+        return f"{folder} cannot be read ({error.strerror}); model.path must be a Hugging Face folder"
+    if not others:
+        return f"{folder} holds no .safetensors file; copy the weights there, or set model.init to random"
+    return (
+        f"{folder} holds {others[0]}, but no .safetensors file; convert it with "
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)"
+    )

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tba_megatron.models.architecture import (
-    ModelShape,
-    gated_decoder_rules,
-    gated_decoder_shape,
-    gated_decoder_tensor_shapes,
-)
-from tba_megatron.models.layouts import Rule
+from tba_megatron.models.architecture import ModelShape
+from tba_megatron.models.gated_decoder import GatedDecoder, gated_decoder_shape, head_size_of
+from tba_megatron.models.settings import Settings
 
 
-class Qwen2:
+class Qwen2(GatedDecoder):
     name = "Qwen2ForCausalLM"
 
     def read(self, hf_config: Mapping[str, Any]) -> ModelShape:
-        return gated_decoder_shape(hf_config, architecture=self.name, qkv_bias=True, default_theta=10_000.0)
-
-    def rules(self, shape: ModelShape, tensor_parallel: int) -> list[Rule]:
-        return gated_decoder_rules(shape, tensor_parallel)
-
-    def tensor_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-        return gated_decoder_tensor_shapes(shape)
+        settings = Settings(hf_config, self.name)
+        return gated_decoder_shape(
+            settings,
+            # No default: transformers' is 32 heads for an absent key, which fits no small model.
+            kv_heads=settings.size("num_key_value_heads"),
+            head_size=head_size_of(settings),
+            qkv_bias=True,
+        )

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tba_megatron.models.architecture import Architecture, ModelShape
 
-RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
-
 
 class RandomTensors:
     """Stands where ``HfTensors`` stands. Matrices are normal with ``initializer_range``, biases 0, norms 1.
@@ -22,6 +20,7 @@ class RandomTensors:
 
     def __init__(self, architecture: Architecture, shape: ModelShape, seed: int) -> None:
         self._shapes = architecture.tensor_shapes(shape)
+        self._residual = architecture.residual_projections
         self._shape, self._seed = shape, seed
 
     @property
@@ -33,7 +32,7 @@ class RandomTensors:
         if len(size) == 1:
             return torch.zeros(size) if name.endswith("bias") else torch.ones(size)
         std = self._shape.initializer_range
-        if name.endswith(RESIDUAL_PROJECTIONS):
+        if name.endswith(self._residual):
             std /= math.sqrt(2 * self._shape.num_layers)
         # The name is part of the seed, so no tensor depends on which others this rank drew.
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + zlib.crc32(name.encode()))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from tba_megatron.config import TrainerConfig
 from tba_megatron.errors import ConfigError
-from tba_megatron.models.architecture import ModelShape
+from tba_megatron.models.architecture import Activation, ModelShape
+from tba_megatron.models.layer_spec import apex_accumulates_gradients
 
 # Fields of TransformerConfig that would switch on what this trainer cannot do; refused whatever their value.
 REFUSED = {
@@ -23,7 +28,12 @@ REFUSED = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -41,11 +51,12 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
         "num_query_groups": shape.kv_heads,
         "ffn_hidden_size": shape.intermediate_size,
         "kv_channels": shape.head_size,
-        "normalization": "RMSNorm",
+        "normalization": shape.normalization,
         "layernorm_epsilon": shape.norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
+        "qk_layernorm": shape.qk_norm,
+        "gated_linear_unit": shape.gated,
+        "activation_func": _ACTIVATIONS[shape.activation],
+        "add_bias_linear": shape.linear_bias,
         "add_qkv_bias": shape.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -68,7 +79,7 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": apex_accumulates_gradients(),
         "persist_layer_norm": False,
         "deallocate_pipeline_outputs": True,
         "finalize_model_grads_func": finalize_model_grads,
@@ -88,6 +99,12 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
         for name in trainer.megatron_extra
         if name in REFUSED or name in fields or name not in known
     ]
+    if shape.linear_bias and "mlp" in trainer.megatron_extra.get("recompute_modules", ()):
+        # The bias that the MLP hands on becomes an output of the checkpoint, whose backward calls itself (0.16.1).
+        problems.append(
+            f"trainer.megatron_extra.recompute_modules: mlp is not supported with the biases of {shape.architecture}; "
+            "remove it"
+        )
     if problems:
         raise ConfigError(problems)
     return TransformerConfig(**fields, **trainer.megatron_extra)

@@ -16,7 +16,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -24,19 +23,20 @@ from torch import Tensor
 from tba_megatron.config import OptimizerSection, TrainerConfig
 from tba_megatron.dist import Groups
 from tba_megatron.models.architecture import ModelShape
-from tba_megatron.models.layer_spec import runs_of_equal_length, transformer_block_spec
+from tba_megatron.models.layer_spec import (
+    ROW_FORMAT,
+    PackedRow,
+    runs_of_equal_length,
+    transformer_block_spec,
+    transformer_engine_found,
+)
+from tba_megatron.models.rotary import PackedRotary
+from tba_megatron.models.te_names import to_plain
 from tba_megatron.trainer.megatron_config import DTYPES, transformer_config
 from tba_megatron.types import PackedMicrobatch
 
 # Megatron logs a line for each configuration object and each parameter group; ours are in the run folder.
 logging.getLogger("megatron").setLevel(logging.WARNING)
-
-
-@dataclass
-class RunLengths(PackedSeqParams):
-    """Megatron's packed-sequence parameters with the runs of equal length that ``PackedAttention`` wants."""
-
-    runs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Batch:
 
     tokens: Tensor  # [1, T]
     positions: Tensor  # [1, T]
-    packed: RunLengths
+    packed: PackedRow
     rows: Tensor  # [R] positions whose next token belongs to a completion
     labels: Tensor  # [R]
     sequence_index: Tensor  # [R]
@@ -63,17 +63,19 @@ def to_device(microbatch: PackedMicrobatch, device: torch.device) -> Batch:
         tensor = torch.from_numpy(array).long()
         return (tensor if index is None else tensor[index]).to(device)
 
-    packed = RunLengths(
-        qkv_format="thd",
+    positions = put(microbatch.positions)
+    packed = PackedRow(
+        qkv_format=ROW_FORMAT,
         cu_seqlens_q=cu,
         cu_seqlens_kv=cu,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        positions=positions,
         runs=runs_of_equal_length(lengths),
     )
     return Batch(
         tokens=put(microbatch.tokens)[None],
-        positions=put(microbatch.positions)[None],
+        positions=positions[None],
         packed=packed,
         rows=rows.to(device),
         labels=put(microbatch.labels, rows),
@@ -89,22 +91,27 @@ def build_chunks(shape: ModelShape, trainer: TrainerConfig, groups: Groups) -> t
     """
     config = transformer_config(shape, trainer)
     n_chunks = trainer.virtual_pipeline
-    return tuple(
-        GPTModel(
+    engine = transformer_engine_found()
+    chunks = []
+    for chunk in range(n_chunks):
+        gpt = GPTModel(
             config=config,
-            transformer_layer_spec=transformer_block_spec(config, chunk),  # type: ignore[arg-type]
+            transformer_layer_spec=transformer_block_spec(  # type: ignore[arg-type]
+                config, chunk, parallel_residual=shape.parallel_residual, transformer_engine=engine
+            ),
             vocab_size=shape.padded_vocab(groups.tp_size),
             max_sequence_length=shape.max_positions,
             pre_process=groups.pp_rank == 0 and chunk == 0,
             post_process=groups.is_last_stage and chunk == n_chunks - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+            position_embedding_type="rope" if shape.rotary else "learned_absolute",
             vp_stage=chunk if n_chunks > 1 else None,
-        ).to(groups.device)
-        for chunk in range(n_chunks)
-    )
+        ).to(groups.device, config.params_dtype)  # learned positions and apex's norms do not follow params_dtype
+        if shape.rotary:
+            gpt.rotary_pos_emb = PackedRotary(shape.rotary, groups.device)  # type: ignore[assignment]
+        chunks.append(gpt)
+    return tuple(chunks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +195,10 @@ def forward(gpt: torch.nn.Module, batch: Batch) -> Tensor:
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> Mapping[str, torch.nn.Parameter]:
-    """This rank's parameters under Megatron's names, with layers counted over the whole model."""
+    """This rank's parameters under Megatron's plain names, with layers counted over the whole model.
+
+    Plain: those that Transformer Engine's layers hold within a fused norm have the names they have without it.
+    """
     names: dict[str, torch.nn.Parameter] = {}
     for gpt in chunks:
         layers: Any = gpt.decoder.layers
@@ -197,5 +207,5 @@ def named_parameters(chunks: Sequence[GPTModel]) -> Mapping[str, torch.nn.Parame
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
                 parts[2] = str(int(parts[2]) + first_layer)
-            names[".".join(parts)] = parameter
+            names[to_plain(".".join(parts))] = parameter
     return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import tiny
@@ -14,20 +15,30 @@ from tba_megatron.models.registry import read_model
 from tba_megatron.trainer.megatron_config import transformer_config
 
 BATCHES = [tiny.train_groups(4, seed=seed) for seed in range(3)]
-KINDS = {"qwen2_tied": ("qwen2", True), "qwen2_untied": ("qwen2", False), "llama_untied": ("llama", False)}
+KINDS = {
+    "qwen2_tied": ("qwen2", True),
+    "qwen2_untied": ("qwen2", False),
+    "llama_untied": ("llama", False),
+    "qwen3_tied": ("qwen3", True),
+    "gpt_neox_untied": ("gpt_neox", False),
+    "gpt2_tied": ("gpt2", True),
+}
 LAYOUTS = {
     "tp2": {"tp": 2},
     "pp2": {"pp": 2},
     "tp2_pp2": {"tp": 2, "pp": 2},
     "tp2_sequence_parallel": {"tp": 2, "sequence_parallel": True},
     "dp2": {"dp": 2},
+    "tp2_pp2_sequence_parallel": {"tp": 2, "pp": 2, "sequence_parallel": True},
 }
 # Each kind meets the layouts that treat it differently from the others: a tied embedding crosses the pipeline.
 CASES = [
-    *[("qwen2_tied", layout) for layout in LAYOUTS],
+    *[("qwen2_tied", layout) for layout in LAYOUTS if layout != "tp2_pp2_sequence_parallel"],
     ("qwen2_untied", "tp2_pp2"),
     ("llama_untied", "tp2"),
     ("llama_untied", "pp2"),
+    # Norms of heads, parallel residuals, biases and learned positions, each under everything at once.
+    *[(kind, "tp2_pp2_sequence_parallel") for kind in ("qwen3_tied", "gpt_neox_untied", "gpt2_tied")],
 ]
 
 
@@ -108,6 +119,82 @@ def test_training_moves_every_parameter(folders, one_rank):
         assert (after != before[name]).any(), name
 
 
+def recomputing(groups, trainer, folder, reference_folder):
+    """What training gives, and how often attention and MLP of the first layer ran in one step of each microbatch."""
+    rank = tiny.Rank(groups, trainer, folder, reference_folder)
+    n_microbatches = len(rank.packs(BATCHES[0]))
+    layer: Any = rank.policy.chunks[0].decoder.layers[0]
+    calls = {"attention": 0, "mlp": 0}
+
+    def count(name):
+        return lambda *_: calls.update({name: calls[name] + 1})
+
+    hooks = [
+        layer.self_attention.core_attention.register_forward_hook(count("attention")),
+        layer.mlp.register_forward_hook(count("mlp")),
+    ]
+    first = rank.step(BATCHES[0])
+    for hook in hooks:
+        hook.remove()
+    return first.grad_norm, rank.train(BATCHES[1:]), {name: n / n_microbatches for name, n in calls.items()}
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "sequence_parallel": True}], ids=["one_rank", "tp2_sp"])
+@pytest.mark.parametrize("kind", ["qwen2_tied", "gpt_neox_untied"])
+def test_recomputing_activations_changes_nothing_but_how_often_they_are_computed(kind, layout, folders):
+    sizes = {"tp": layout.get("tp", 1)}
+    found = {}
+    for recompute in ("none", "selective", "full"):
+        trainer = tiny.trainer_config(**layout, recompute=recompute, microbatch_tokens=100)
+        found[recompute] = run_ranks(recomputing, trainer, *folders[kind], **sizes)[0]
+    assert {name: calls for name, (_, _, calls) in found.items()} == {
+        "none": {"attention": 1, "mlp": 1},
+        "selective": {"attention": 2, "mlp": 1},
+        "full": {"attention": 2, "mlp": 2},
+    }
+    norm, expected, _ = found["none"]
+    for first_norm, trained, _ in found.values():
+        assert first_norm == pytest.approx(norm, rel=1e-6)
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert trained.norms == pytest.approx(expected.norms, rel=1e-6)
+        tiny.assert_same_weights(trained.weights[-1], expected.weights[-1], 1e-6)
+
+
+def train_in_bfloat16(groups, trainer, folder, reference_folder):
+    rank = tiny.Rank(groups, trainer, folder, reference_folder)
+    parameters: list[Any] = [p for chunk in rank.policy.chunks for p in chunk.parameters()]
+    masters = [p for group in rank.policy.optimizer.param_groups for p in group["params"]]
+    dtypes = [{p.dtype for p in parameters}, {p.main_grad.dtype for p in parameters}, {p.dtype for p in masters}]
+    return dtypes, rank.train(BATCHES)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2_tied", {}), ("gpt2_tied", {"tp": 2, "pp": 2})])
+def test_bfloat16_keeps_masters_and_gradients_in_float32(kind, layout, folders, one_rank):
+    expected = one_rank(kind)
+    trainer = tiny.trainer_config(**layout, dtype="bfloat16")
+    ranks = run_ranks(train_in_bfloat16, trainer, *folders[kind], **layout)
+    for dtypes, trained in ranks:
+        assert dtypes == [{torch.bfloat16}, {torch.float32}, {torch.float32}]
+        assert trained.norms == pytest.approx(expected.norms, rel=0.05)
+        assert not any(trained.skipped)
+    assert ranks[0][1].losses == pytest.approx(expected.losses, rel=0.05)
+    found = tiny.whole([trained.weights[-1] for _, trained in ranks])
+    tiny.assert_same_weights(found, expected.weights[-1], 0.02)
+
+
+def test_megatrons_recomputation_of_an_mlp_with_biases_is_refused(folders):
+    trainer = tiny.trainer_config(
+        megatron_extra={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    )
+    transformer_config(read_model(folders["qwen2_tied"][0])[1], trainer)
+    with pytest.raises(ConfigError) as caught:
+        transformer_config(read_model(folders["gpt2_tied"][0])[1], trainer)
+    assert "trainer.megatron_extra.recompute_modules: mlp is not supported with the biases of GPT2LMHeadModel" in str(
+        caught.value
+    )
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("microbatch_tokens", [1, 10_000])
 def test_how_groups_fall_into_microbatches_changes_nothing(microbatch_tokens, folders, one_rank):
     expected = one_rank("qwen2_tied")
@@ -128,7 +215,7 @@ def test_replicas_may_have_different_numbers_of_microbatches(folders, one_rank):
         return len(rank.packs(lopsided[0])), rank.train(lopsided)
 
     (n0, found), (n1, _) = run_ranks(body, dp=2)
-    assert (n0, n1) == (1, 2)
+    assert (n0, n1) == (1, 6)
     tiny.assert_same_weights(found.weights[-1], expected.weights[-1], 1e-5)
 
 

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba_megatron.models.architecture import ModelShape, gated_decoder_rules
-from tba_megatron.models.layouts import Gated, Layout, Qkv, Replicated, Split, Vocabulary
+from tba_megatron.models.architecture import ModelShape
+from tba_megatron.models.gated_decoder import gated_decoder_rules
+from tba_megatron.models.layouts import Gated, Layout, Qkv, Replicated, Split, StackedQkv, Vocabulary
+from tba_megatron.models.rotary import Rotary
 
 SIZES = [1, 2, 4]
 SETTINGS = settings(max_examples=25, deadline=None)
@@ -57,6 +59,33 @@ def test_qkv_round_trips_and_keeps_each_group_together(size, per_group, groups, 
 
 @pytest.mark.parametrize("size", SIZES)
 @SETTINGS
+@given(rows=st.integers(1, 4), columns=st.integers(1, 4))
+def test_a_transposed_split_is_the_split_of_the_transpose(size, rows, columns):
+    stored = torch.randn(4 * rows, 4 * columns)
+    for dim in (0, 1):
+        layout = Split(dim, transposed=True)
+        check_round_trip(layout, [stored], size)
+        expected = cut(Split(dim), [stored.t()], size)
+        for found, shard in zip(cut(layout, [stored], size), expected, strict=True):
+            assert torch.equal(found, shard)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@SETTINGS
+@given(per_rank=st.integers(1, 2), head=st.integers(1, 4), hidden=st.integers(1, 3))
+def test_stacked_qkv_is_qkv_of_its_thirds(size, per_rank, head, hidden):
+    heads = 4 * per_rank
+    weight, bias = torch.randn(hidden, 3 * heads * head), torch.randn(3 * heads * head)
+    for stored, plain, transposed in ((weight, weight.t(), True), (bias, bias, False)):
+        layout = StackedQkv(heads, head, transposed)
+        check_round_trip(layout, [stored], size)
+        expected = cut(Qkv(heads, heads, head), plain.chunk(3), size)
+        for found, shard in zip(cut(layout, [stored], size), expected, strict=True):
+            assert torch.equal(found, shard)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@SETTINGS
 @given(rows=st.integers(1, 300), hidden=st.integers(1, 3))
 def test_vocabulary_round_trips_with_zero_padding(size, rows, hidden):
     padded = -(-rows // (64 * size)) * 64 * size
@@ -78,7 +107,7 @@ def shape(**fields) -> ModelShape:
         kv_heads=2,
         head_size=2,
         norm_eps=1e-6,
-        rope_theta=1e4,
+        rotary=Rotary(size=2, theta=1e4),
         max_positions=32,
         **({"vocab_size": 19, "tied": True, "qkv_bias": True} | fields),
     )
