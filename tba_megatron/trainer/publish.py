@@ -11,11 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
@@ -24,8 +23,9 @@ from tba_megatron.config import WeightsConfig
 from tba_megatron.dist import Groups
 from tba_megatron.errors import WeightTransferError
 from tba_megatron.models.architecture import Architecture, ModelShape
+from tba_megatron.trainer.exchange import gather_on_all
 from tba_megatron.trainer.model import DTYPES, Policy
-from tba_megatron.trainer.weights_io import stream_hf
+from tba_megatron.trainer.stream_hf import is_finite, stream_buckets
 from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.manifest import Manifest, build_buckets, encode_manifest, merge_manifests
 from tba_megatron.transport.messages import Offer
@@ -125,19 +125,22 @@ class Publisher:
         self._thread.start()
 
     def _snapshot(self, policy: Policy, version: PolicyVersion) -> Snapshot | None:
-        groups = self._groups
-        buckets: list[Tensor] = []
-        manifest, finite = None, True
-        if groups.dp_rank == 0:
-            tensors = list(stream_hf(policy.chunks, self._architecture, self._shape, groups, self._dtype))
-            finite = all(bool(torch.isfinite(tensor).all()) for _, tensor in tensors)
-            manifest, buckets = build_buckets(version, tensors, self._config.bucket_bytes, groups.pp_rank)
-        parts: list[tuple[bool, Manifest | None]] = [(finite, manifest)]
-        if groups.info.world_size > 1:
-            parts = [(True, None)] * groups.info.world_size
-            mine = manifest if groups.is_stage_leader else None
-            dist.all_gather_object(parts, (finite, mine), group=groups.world)
-        if not all(finite for finite, _ in parts):
+        """Stage leaders keep this stage's buckets; other ranks pass their shards on and keep nothing."""
+        groups, bucket_bytes = self._groups, self._config.bucket_bytes
+        strange: list[str] = []  # tensors that are not finite
+
+        def checked() -> Iterator[tuple[str, Tensor]]:
+            for bucket in stream_buckets(
+                policy.chunks, self._architecture, self._shape, groups, self._dtype, bucket_bytes
+            ):
+                strange.extend(name for name, tensor in bucket if not is_finite(tensor))
+                yield from bucket
+                del bucket  # before the next is gathered
+
+        manifest, buckets = build_buckets(version, checked(), bucket_bytes, groups.pp_rank)
+        mine = manifest if groups.is_stage_leader else None
+        parts = gather_on_all((strange, mine), groups)
+        if any(strange for strange, _ in parts):
             _log.error("version %s is not finite and is not published", version)
             self._refused = version
             self.failed += 1

@@ -67,27 +67,29 @@ def build_buckets(
     multiples of 8 bytes, so that a receiver can view them in place.
     """
     entries: list[Entry] = []
-    parts: list[list[Tensor]] = []
-    sizes: list[int] = []
+    buckets: list[Tensor] = []
+    parts: list[Tensor] = []  # of the open bucket: a closed one is joined at once, so that ``tensors`` may be a stream
+    filled = 0
     for name, tensor in tensors:
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if not sizes or (sizes[-1] and sizes[-1] + len(raw) > bucket_bytes):
-            parts.append([])
-            sizes.append(0)
+        if filled and filled + len(raw) > bucket_bytes:
+            buckets.append(torch.cat(parts))
+            parts, filled = [], 0
         entries.append(
             Entry(
                 name=name,
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 shape=tuple(tensor.shape),
-                bucket=len(sizes) - 1,
-                offset=sizes[-1],
+                bucket=len(buckets),
+                offset=filled,
                 nbytes=len(raw),
             )
         )
         padding = -len(raw) % 8
-        parts[-1] += [raw, raw.new_zeros(padding)]
-        sizes[-1] += len(raw) + padding
-    buckets = [torch.cat(part) for part in parts]
+        parts += [raw, raw.new_zeros(padding)]
+        filled += len(raw) + padding
+    if parts:
+        buckets.append(torch.cat(parts))
     described = tuple(Bucket(nbytes=len(b), owner=owner, checksum=checksum(b)) for b in buckets)
     return Manifest(version=str(version), entries=tuple(entries), buckets=described), buckets
 
