@@ -23,7 +23,7 @@ def apply() -> tuple[str, ...]:
         raise RuntimeError(f"megatron-core is {version}, but megatron_patches is written for {TESTED}")
     import torch
 
-    from megatron_patches import bucket_padding, cpu, sync_save, torch_adamw
+    from megatron_patches import bucket_padding, cpu, torch_adamw
 
     done = []
     if not torch.cuda.is_available():
@@ -33,7 +33,5 @@ def apply() -> tuple[str, ...]:
         done.append("torch_adamw")
     if bucket_padding.apply():
         done.append("bucket_padding")
-    if sync_save.apply():
-        done.append("sync_save")
     _log.info("megatron-core %s with patches: %s", version, ", ".join(done) or "none")
     return tuple(done)

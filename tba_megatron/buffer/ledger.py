@@ -7,7 +7,7 @@ own counts, what is still in flight and what was lost with its sender.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
@@ -110,6 +110,37 @@ class ShardLedger:
         ledger._invalid_reasons.update(state["invalid_reasons"])
         ledger._redelivered = state["redelivered"]
         return ledger
+
+    # A run that goes on with another number of shards
+
+    @classmethod
+    def total(cls, ledgers: Iterable[Self]) -> Self:
+        """One ledger that counts what all of ``ledgers`` count."""
+        total = cls()
+        for ledger in ledgers:
+            total._received.update(ledger._received)
+            total._states.update(ledger._states)
+            total._invalid_reasons.update(ledger._invalid_reasons)
+            total._redelivered += ledger._redelivered
+        return total
+
+    @classmethod
+    def of_held(cls, untrained: Mapping[str, int]) -> Self:
+        """The ledger of a shard that only ever received what it holds, all ``untrained``; by searcher."""
+        ledger = cls()
+        ledger._received.update(untrained)
+        ledger._states[RolloutState.HELD_UNTRAINED] = sum(untrained.values())
+        return ledger
+
+    def without_held(self, untrained: Mapping[str, int]) -> Self:
+        """This ledger without ``untrained`` rollouts that another shard holds; ValueError where it has fewer."""
+        rest = type(self).total([self])
+        rest._received.subtract(untrained)
+        rest._states[RolloutState.HELD_UNTRAINED] -= sum(untrained.values())
+        if min(*rest._received.values(), rest._states[RolloutState.HELD_UNTRAINED], 0) < 0:
+            raise ValueError("a shard counts fewer untrained rollouts than there are")
+        rest._received = +rest._received
+        return rest
 
 
 def combine(reported: Mapping[str, int], lost: Set[str], shards: Sequence[ShardCounts]) -> LedgerCounts:

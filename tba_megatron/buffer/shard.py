@@ -9,7 +9,6 @@ pool and follows the trainer's step rather than the policy that sampled.
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,16 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tba_megatron.buffer.columns import (
-    Columns,
-    get_ragged,
-    get_strings,
-    put_ragged,
-    put_strings,
-    rollouts_from_columns,
-    rollouts_to_columns,
-)
+from tba_megatron.buffer.columns import Columns
 from tba_megatron.buffer.ledger import RolloutState, ShardCounts, ShardLedger
+from tba_megatron.buffer.shard_state import HeldRollout, PoolState, ShardState, from_arrays, to_arrays
 from tba_megatron.buffer.validity import invalid_reason
 from tba_megatron.types import (
     PolicyHistory,
@@ -37,25 +29,6 @@ from tba_megatron.types import (
     ShardReport,
     TokenIds,
 )
-
-_FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldRollout:
-    """A rollout in its pool."""
-
-    rollout: Rollout
-    version: PolicyVersion
-    copies: int  # how often the newest version that generated this completion did so
-    trained: bool
-    arrival: int  # order of arrival in the shard
-    visit: int  # the arrival of the first rollout of the message that brought it
-
-    @property
-    def age_key(self) -> tuple[PolicyVersion, int]:
-        """Grows with youth: by version, then by arrival."""
-        return self.version, self.arrival
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,70 +291,47 @@ class ReplayShard:
 
     # Save and restore
 
-    def state_arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def state_arrays(self) -> Columns:
         """The whole shard, ledger included, as plain arrays for ``np.savez``. Save between steps."""
-        held = [h for pool in self._pools.values() for h in pool.held.values()]
-        arrays: Columns = rollouts_to_columns([h.rollout for h in held])
-        for name in ("copies", "arrival", "visit"):
-            arrays[f"held_{name}"] = np.array([getattr(h, name) for h in held], np.int64)
-        arrays["held_trained"] = np.array([h.trained for h in held], np.bool_)
-        put_strings(arrays, "prompt_id", list(self._pools))
-        put_ragged(arrays, "prompt_token_ids", [p.prompt_token_ids for p in self._pools.values()], np.int32)
-        arrays["pool_size"] = np.array([len(p.held) for p in self._pools.values()], np.int64)
-        arrays["pool_trained_visit"] = np.array([p.trained_visit for p in self._pools.values()], np.int64)
-        arrays["counters"] = np.array([_FORMAT, self._next_arrival], np.int64)
-        put_strings(arrays, "ledger", [json.dumps(self._ledger.state())])
-        return arrays
+        return to_arrays(
+            ShardState(
+                next_arrival=self._next_arrival,
+                ledger=self._ledger,
+                pools=tuple(
+                    PoolState(
+                        prompt_id=prompt_id,
+                        prompt_token_ids=pool.prompt_token_ids,
+                        trained_visit=pool.trained_visit,
+                        held=tuple(pool.held.values()),
+                    )
+                    for prompt_id, pool in self._pools.items()
+                ),
+            )
+        )
 
     def restore(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Becomes the shard that ``state_arrays`` described; a smaller capacity evicts. ValueError: another format."""
-        found_format, next_arrival = arrays["counters"].tolist()
-        if found_format != _FORMAT:
-            raise ValueError(f"the shard's format is {found_format}, this program reads {_FORMAT}")
-        self._clear()
-        self._next_arrival = next_arrival
-        self._ledger = ShardLedger.from_state(json.loads(get_strings(arrays, "ledger")[0]))
-        rollouts = iter(rollouts_from_columns(arrays))
-        held = zip(
-            *(arrays[f"held_{name}"].tolist() for name in ("copies", "trained", "arrival", "visit")),
-            strict=True,
-        )
-        pools = zip(
-            get_strings(arrays, "prompt_id"),
-            get_ragged(arrays, "prompt_token_ids"),
-            arrays["pool_size"].tolist(),
-            arrays["pool_trained_visit"].tolist(),
-            strict=True,
-        )
-        for prompt_id, prompt_token_ids, size, trained_visit in pools:
-            self._pools[prompt_id] = _Pool(np.array(prompt_token_ids, np.int32), trained_visit)
-            self._bytes += prompt_token_ids.nbytes
-            for _ in range(size):
-                self._restore_one(prompt_id, next(rollouts), next(held))
-        self._evict_beyond_capacity()
+        self.restore_state(from_arrays(arrays))
 
-    def _restore_one(self, prompt_id: str, rollout: Rollout, held: tuple[int, bool, int, int]) -> None:
-        copies, trained, arrival, visit = held
-        key = rollout.token_ids.tobytes()
-        behaviour = rollout.behaviour_logprobs
-        rollout = replace(
-            rollout,
-            token_ids=np.frombuffer(key, np.int32),
-            behaviour_logprobs=None if behaviour is None else behaviour.copy(),
-        )
-        self._insert(
-            prompt_id,
-            self._pools[prompt_id].prompt_token_ids,
-            key,
-            HeldRollout(
-                rollout=rollout,
-                version=rollout.version,
-                copies=copies,
-                trained=trained,
-                arrival=arrival,
-                visit=visit,
-            ),
-        )
+    def restore_state(self, state: ShardState) -> None:
+        """Becomes the shard of ``state``; a smaller capacity evicts."""
+        self._clear()
+        self._next_arrival = state.next_arrival
+        self._ledger = state.ledger
+        # Arrays of its own: those of ``state`` may be parts of one that would live as long as the last rollout.
+        for pool in state.pools:
+            self._pools[pool.prompt_id] = _Pool(np.array(pool.prompt_token_ids, np.int32), pool.trained_visit)
+            self._bytes += pool.prompt_token_ids.nbytes
+            for held in pool.held:
+                key = held.rollout.token_ids.tobytes()
+                behaviour = held.rollout.behaviour_logprobs
+                rollout = replace(
+                    held.rollout,
+                    token_ids=np.frombuffer(key, np.int32),
+                    behaviour_logprobs=None if behaviour is None else behaviour.copy(),
+                )
+                self._insert(pool.prompt_id, pool.prompt_token_ids, key, replace(held, rollout=rollout))
+        self._evict_beyond_capacity()
 
 
 def _with_reference_of(rollout: Rollout, old: Rollout) -> Rollout:

@@ -1,6 +1,7 @@
 import io
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,8 @@ from rollout_factory import NEW_RUN, RolloutFactory, as_group
 
 from tba_megatron.buffer.ledger import combine
 from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.buffer.shard_state import deal, from_arrays
+from tba_megatron.transport.rollouts import owner_of
 from tba_megatron.types import PolicyHistory, PolicySpan, PolicyVersion, ShardReport, StopReason
 
 
@@ -408,3 +411,95 @@ def test_an_empty_shard_can_be_saved_and_another_format_is_refused():
     assert len(shard) == 0
     with pytest.raises(ValueError, match="format is 99"):
         shard.restore(arrays | {"counters": np.array([99, 0])})
+
+
+# Dealt anew when the number of shards changes
+
+
+def random_lives(seed: int, n: int) -> list[ReplayShard]:
+    """The shards of one run, each with the prompts that it owns."""
+    rng, make = random.Random(seed), RolloutFactory()
+    shards = [ReplayShard(rng.randint(20, 60), rng.randint(3, 12)) for _ in range(n)]
+    for i in range(90):
+        prompt_id = f"prompt {rng.randint(0, 15)}"
+        completions = [[rng.randint(0, 9)] * rng.randint(0, 2) for _ in range(rng.randint(1, 5))]
+        reward = rng.choice([0.0, 1.0, 1.0, math.nan])
+        group = make.group(prompt_id, completions, step=max(0, i // 9 - rng.randint(0, 3)), reward=reward)
+        shards[owner_of(prompt_id, n)].add(group)
+        if rng.random() < 0.3:
+            for shard in shards:
+                held = [h.rollout.rollout_id for p in shard.prompt_ids() for h in shard.pool(p).rollouts]
+                shard.mark_trained(rng.sample(held, min(len(held), 4)))
+    return shards
+
+
+def dealt(shards: list[ReplayShard], n: int, capacity: int = 1000) -> list[ReplayShard]:
+    parts = [from_arrays(saved_and_loaded(shard)) for shard in shards]
+    after = [ReplayShard(capacity, 12) for _ in range(n)]
+    for i, shard in enumerate(after):
+        shard.restore_state(deal(parts, lambda p, i=i: owner_of(p, n) == i, keeps_rest=i == 0))
+    return after
+
+
+def in_any_order(shards: list[ReplayShard]) -> list:
+    """All pools by prompt, with arrivals and visits replaced by their order within the pool."""
+
+    def pool(prompt):
+        prompt_id, held, fresh = prompt
+        order = sorted({n for h in held for n in (h.arrival, h.visit)})
+        places = [replace(h, arrival=order.index(h.arrival), visit=order.index(h.visit)) for h in held]
+        return prompt_id, places, fresh
+
+    return sorted((pool(prompt) for shard in shards for prompt in contents(shard)), key=lambda found: found[0])
+
+
+def reasons(shards: list[ReplayShard]) -> Counter[str]:
+    return sum((Counter(shard.counts().invalid_reasons) for shard in shards), Counter())
+
+
+@pytest.mark.parametrize(("n_before", "n_after"), [(1, 2), (2, 1), (2, 4), (3, 2)])
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10_000))
+def test_dealt_shards_hold_the_same_rollouts_and_sum_to_the_same_ledger(n_before, n_after, seed):
+    before = random_lives(seed, n_before)
+    after = dealt(before, n_after)
+    assert in_any_order(after) == in_any_order(before)
+    assert all(owner_of(p, n_after) == i for i, shard in enumerate(after) for p in shard.prompt_ids())
+    ledgers = [combine({"s": 500}, set(), [shard.counts() for shard in shards]) for shards in (before, after)]
+    assert ledgers[0] == ledgers[1] and ledgers[0].gap == 0
+    assert reasons(after) == reasons(before)
+    for shard in after:
+        held = [h for p in shard.prompt_ids() for h in shard.pool(p).rollouts]
+        assert ledger_of(shard)[0] == sum(not h.trained for h in held)
+        assert len({h.arrival for h in held}) == len(held)
+        assert all(h.visit <= h.arrival < shard._next_arrival for h in held)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10_000))
+def test_dealt_shards_live_on(seed):
+    shards, make = dealt(random_lives(seed, 2), 3), RolloutFactory("later")
+    for shard in shards:
+        held = [h.rollout.rollout_id for p in shard.prompt_ids() for h in shard.pool(p).rollouts]
+        shard.mark_trained(held)
+        assert ledger_of(shard)[0] == shard.report(NEW_RUN, 9, 100).n_fresh == 0
+    for i in range(16):
+        shards[owner_of(f"prompt {i}", 3)].add(make.group(f"prompt {i}", [i], step=20))
+    fresh = sorted(pool.prompt_id for shard in shards for pool in shard.fresh_pools())
+    assert fresh == sorted(f"prompt {i}" for i in range(16))
+
+
+def test_the_oldest_of_all_parts_leave_a_shard_that_is_too_small_for_them():
+    make, parts = RolloutFactory(), [ReplayShard(10, 10) for _ in range(2)]
+    parts[0].add(make.group("a", [1, 2], step=1))
+    parts[1].add(make.group("b", [3], step=0))
+    parts[1].add(make.group("b", [4], step=2))
+    (small,) = dealt(parts, 1, capacity=2)
+    assert (held_tokens(small, "a"), held_tokens(small, "b")) == ([2], [4])
+    assert ledger_of(small) == (2, 0, 0, 2, 0)
+
+
+def test_dealing_the_only_shard_to_itself_changes_nothing():
+    shard = random_life(7)
+    (again,) = dealt([shard], 1)
+    assert contents(again) == contents(shard) and again.counts() == shard.counts()
