@@ -169,6 +169,8 @@ class TrainerConfig(Section):
     save_every_steps: CountOrZero = 0
     """0: only at the end and on a signal."""
     keep_checkpoints: Count = 2
+    async_save: bool = True
+    """Periodic checkpoints are written while training goes on, from one more copy of the state in host memory."""
     threads: Count = 1
     """CPU threads of one rank."""
     distributed_timeout_s: Positive = 600.0
@@ -309,7 +311,7 @@ class MetricsConfig(Section):
     """A table of rollouts in TensorBoard; 0: never."""
     sample_rollouts: Count = 8
     log_every_steps: Count = 10
-    """A line on a terminal-less output; metrics.jsonl and TensorBoard get every step."""
+    """A line on an output that is no terminal; other logs get every step."""
 
 
 class Config(Section):

@@ -37,6 +37,7 @@ MAY_CHANGE = frozenset(
         "trainer.steps",
         "trainer.save_every_steps",
         "trainer.keep_checkpoints",
+        "trainer.async_save",
         "trainer.tensor_parallel",
         "trainer.pipeline_parallel",
         "trainer.virtual_pipeline",

@@ -220,6 +220,7 @@ class StepPlan:
     step: int  # the optimizer step that a ``train`` action will complete
     seed: int
     save: bool = False  # save after this step
+    finish_save: bool = False  # every rank has written its part of the save in flight: let it count
     publish: CohortPlan | None = None  # publish the policy as it is, before the action
     exit_code: int = 0  # with ``stop``
 

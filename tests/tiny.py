@@ -130,10 +130,10 @@ class Rank:
     def __init__(self, groups, trainer: TrainerConfig, folder: Path, reference_folder: Path | None = None) -> None:
         from tba_megatron.loss.balance import TbVarGradLoss
         from tba_megatron.models.registry import read_model
+        from tba_megatron.trainer.load_hf import load_hf
         from tba_megatron.trainer.model import build_chunks, build_policy
         from tba_megatron.trainer.reference import Reference
         from tba_megatron.trainer.step import HeadSettings
-        from tba_megatron.trainer.weights_io import load_hf
 
         self.groups, self.trainer = groups, trainer
         self.architecture, self.shape = read_model(folder)
@@ -177,7 +177,7 @@ class Rank:
         return update(self.policy, batches, self.loss, normaliser, self.head, self.groups)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        from tba_megatron.trainer.weights_io import stream_hf
+        from tba_megatron.trainer.stream_hf import stream_hf
 
         named = dict(stream_hf(self.policy.chunks, self.architecture, self.shape, self.groups, torch.float32))
         return named if self.groups.is_stage_leader else {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -54,16 +55,17 @@ def read_rotary(settings: Settings, head_size: int, max_positions: int, theta: f
     """
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise settings.error(f"rope_parameters {rope!r} is not an object")
+        raise settings.error(f"rope_parameters {short(rope)} is not an object")
     unknown = sorted(rope.keys() - _KNOWN_KEYS)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise settings.error(f"rotary scaling {kind!r} is not supported; known: default, linear, llama3")
+        raise settings.error(f"rotary scaling {short(kind)} is not supported; known: default, linear, llama3")
     if unknown:
-        raise settings.error(f"{', '.join(map(str, unknown))} in rope_parameters is not supported")
+        raise settings.error(f"{short(unknown)} in rope_parameters is not supported")
 
     def number(name: str, default: Any = None) -> float:
-        return settings.positive(f"rope_parameters.{name}", rope.get(name, default))
+        value = rope.get(name)
+        return settings.positive(f"rope_parameters.{name}", default if value is None else value)
 
     size = int(head_size * number("partial_rotary_factor", fraction))
     if size % 2 or not 0 < size <= head_size:

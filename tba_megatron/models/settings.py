@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from reprlib import repr as short
 from typing import Any, TypeVar
 
 from tba_megatron.errors import ModelError
@@ -14,6 +14,7 @@ T = TypeVar("T")
 REFUSED = (
     "add_cross_attention",
     "attn_logit_softcapping",
+    "dual_chunk_attention_config",
     "final_logit_softcapping",
     "num_experts",
     "num_local_experts",
@@ -21,6 +22,9 @@ REFUSED = (
     "quantization_config",
     "use_sliding_window",
 )
+
+LARGEST_SIZE = 2**31 - 1  # what an index of a GPU kernel holds
+LARGEST_NUMBER = 1e30
 
 
 class Settings:
@@ -35,9 +39,9 @@ class Settings:
         for name in REFUSED:
             if values.get(name):
                 raise self.error(f"{name} is not supported")
-        kinds = {kind for kind in values.get("layer_types") or () if kind != "full_attention"}
-        if kinds:
-            raise self.error(f"layer_types {', '.join(sorted(map(str, kinds)))} is not supported")
+        kinds = self.get("layer_types", [])
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            raise self.error(f"layer_types {short(kinds)} is not supported; only full_attention is")
 
     def error(self, what: str) -> ModelError:
         return ModelError(f"{self.architecture}: {what}")
@@ -52,32 +56,32 @@ class Settings:
             raise self.error(f"lacks {', '.join(missing)}")
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1; without ``default`` it has to be there."""
+        """A whole number from 1 to 2^31 - 1; without ``default`` it has to be there."""
         if default is None:
             self.require(name)
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{name} {value!r} is not a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+            raise self.error(f"{name} {short(value)} is not a whole number from 1 to {LARGEST_SIZE}")
         return value
 
     def number(self, name: str, default: float) -> float:
         return self.positive(name, self.get(name, default))
 
     def positive(self, name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(f"{name} {value!r} is not a number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_NUMBER:
+            raise self.error(f"{name} {short(value)} is not a number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise self.error(f"{name} {value!r} is neither true nor false")
+            raise self.error(f"{name} {short(value)} is neither true nor false")
         return value
 
     def choice(self, name: str, default: str, known: Mapping[str, T]) -> T:
         value = self.get(name, default)
         if not isinstance(value, str) or value not in known:
-            raise self.error(f"{name} {value!r} is not supported; known: {', '.join(known)}")
+            raise self.error(f"{name} {short(value)} is not supported; known: {', '.join(known)}")
         return known[value]
 
     def whole(self, name: str, value: int, parts_name: str, parts: int) -> int:

@@ -1,42 +1,95 @@
-"""File operations of many ranks that fail together: one rank's trouble is everybody's error, and nobody waits."""
+"""What fails on one rank fails on all, in one line: none waits for a rank that has left."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
-from safetensors import SafetensorError
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from tba_megatron.dist import Groups
-from tba_megatron.errors import TbaError
-from tba_megatron.trainer.exchange import gather_on_all
+from tba_megatron.errors import CheckpointError, TbaError
+
+_log = logging.getLogger(__name__)
 
 SHOWN = 3  # different reasons in one line
 
 
-@contextmanager
-def all_or_none(groups: Groups, raised: type[TbaError], what: str = "") -> Iterator[None]:
-    """If the block fails on any rank, every rank raises the same ``raised``, in one line; a collective over the world.
+class AllOrNone:
+    """If the region fails on one rank, every rank raises the same ``raised``: ``what``, why and where, ``advice``.
 
-    Failures are OSError, SafetensorError and TbaError; anything else is a fault of this project and passes through.
+    A region is a collective over ``group`` (gloo; None: the world) and holds local work, or collectives that raise on
+    all ranks. Any exception counts; one that no file caused keeps its traceback in the log of its rank.
     """
-    problem, cause = None, None
-    try:
-        yield
-    except (OSError, SafetensorError, TbaError) as error:
-        problem, cause = " ".join(str(error).split()), error
-    problems = gather_on_all(problem, groups)
+
+    def __init__(
+        self,
+        what: str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        raised: type[TbaError] = CheckpointError,
+        advice: str = "",
+    ) -> None:
+        self._what, self._group, self._raised, self._advice = what, group, raised, advice
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Peers of a broken group cannot be asked, and an interrupt is no failure of the region.
+        interrupted = error is not None and not isinstance(error, Exception | CheckpointException)
+        if interrupted or isinstance(error, dist.DistError):
+            return
+        mine = None if error is None else _reason(error)
+        if error is not None and _file_error(error) is None and not isinstance(error, TbaError | CheckpointException):
+            _log.error("%s", self._what, exc_info=error)
+        reasons: list[str | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(reasons, mine, group=self._group)
+        if any(reason is not None for reason in reasons):
+            what = f"{self._what}: " if self._what else ""
+            raise self._raised(f"{what}{_by_rank(reasons)}{self._advice}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """One line: an operating system's own words, otherwise with the type's name. Empty: only others know why."""
+    if isinstance(error, CheckpointException):  # raised on all ranks; the coordinator's names those that failed
+        return "; ".join(sorted({_reason(cause) for cause, _ in error.failures.values()}))
+    if isinstance(error, TbaError):
+        return first_line(error)
+    if (file_error := _file_error(error)) is not None:
+        return first_line(file_error)
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _file_error(error: BaseException) -> OSError | None:
+    """The OSError behind ``error``: torch reports a failed write as a fault of its own, raised from it."""
+    return next((e for e in _chain(error) if isinstance(e, OSError)), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")
+
+
+def _by_rank(reasons: list[str | None]) -> str:
+    """``disk full (rank 1); no such folder (ranks 2, 3)``; without ranks where all say the same."""
     ranks: dict[str, list[int]] = {}
-    for rank, found in enumerate(problems):
-        if found is not None:
-            ranks.setdefault(found, []).append(rank)
-    if ranks:
-        reasons = [_reason(found, where, len(problems)) for found, where in ranks.items()]
-        more = f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
-        raise raised((f"{what}: " if what else "") + "; ".join(reasons[:SHOWN]) + more) from cause
-
-
-def _reason(found: str, ranks: list[int], world_size: int) -> str:
-    if len(ranks) == world_size:
-        return found
-    return f"{found} (on rank {ranks[0]}{f' and {len(ranks) - 1} others' if len(ranks) > 1 else ''} of {world_size})"
+    for rank, reason in enumerate(reasons):
+        if reason:
+            ranks.setdefault(reason, []).append(rank)
+    named = [
+        reason if len(who) == len(reasons) else f"{reason} (rank{'s' * (len(who) > 1)} {', '.join(map(str, who))})"
+        for reason, who in ranks.items()
+    ]
+    more = [f"and {len(named) - SHOWN} more"] if len(named) > SHOWN else []
+    return "; ".join(named[:SHOWN] + more) or "no rank knows why"

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+from megatron.core.models.gpt.gpt_model import GPTModel
+
 from tba_megatron.config import Config
 from tba_megatron.dist import Groups
-from tba_megatron.errors import CheckpointError
+from tba_megatron.errors import CheckpointError, ModelError
 from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.models.registry import read_model
 from tba_megatron.trainer import checkpoint
+from tba_megatron.trainer.all_or_none import AllOrNone
+from tba_megatron.trainer.export_hf import export_hf
+from tba_megatron.trainer.load_hf import load_hf
 from tba_megatron.trainer.model import Policy, build_chunks, build_policy
 from tba_megatron.trainer.reference import Reference
 from tba_megatron.trainer.step import HeadSettings
-from tba_megatron.trainer.weights_io import export_hf, load_hf
 
 ATTEMPTS = "attempts.json"  # the step at which each attempt began
 
@@ -34,7 +40,7 @@ class Model:
 
 def build_model(config: Config, groups: Groups) -> Model:
     trainer, folder = config.trainer, config.start_model
-    architecture, shape = read_model(folder)
+    architecture, shape = read_model_together(folder, groups)
     head = HeadSettings(temperature=config.objective.temperature, vocab_size=shape.vocab_size)
     chunks = build_chunks(shape, trainer, groups)
     load_hf(chunks, architecture, shape, folder, groups)
@@ -47,10 +53,22 @@ def build_model(config: Config, groups: Groups) -> Model:
     )
 
 
+def read_model_together(folder: Path, groups: Groups) -> tuple[Architecture, ModelShape]:
+    """``read_model`` on every rank, or its error on every rank; a collective over the world."""
+    with AllOrNone("", groups.world, raised=ModelError):
+        return read_model(folder)
+
+
 def begin_attempt(folder: Path, base_step: int) -> tuple[int, ...]:
     """Note in the run folder that an attempt begins at ``base_step``; the base steps of all attempts."""
     path = folder / ATTEMPTS
-    before = json.loads(path.read_text()) if path.exists() else []
+    try:
+        before = msgspec.json.decode(path.read_bytes(), type=list[int]) if path.exists() else []
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}), and without it versions of earlier attempts would be taken for new ones; "
+            f"restore it or choose another run.folder"
+        ) from None
     attempts = (*before, base_step)
     partial = path.with_name(f".{ATTEMPTS}.partial")
     partial.write_text(json.dumps(attempts) + "\n")
@@ -58,10 +76,11 @@ def begin_attempt(folder: Path, base_step: int) -> tuple[int, ...]:
     return attempts
 
 
-def export_policy(config: Config, policy: Policy, groups: Groups, folder: Path) -> None:
-    architecture, shape = read_model(config.start_model)
+def export_policy(config: Config, chunks: Sequence[GPTModel], groups: Groups, folder: Path) -> None:
+    """Write the policy as a Hugging Face folder; what earlier attempts left beside it under ``weights`` is removed."""
+    architecture, shape = read_model_together(config.start_model, groups)
     export_hf(
-        policy.chunks,
+        chunks,
         architecture,
         shape,
         groups,
@@ -77,13 +96,12 @@ def export_policy(config: Config, policy: Policy, groups: Groups, folder: Path) 
 
 def export_newest(config: Config, groups: Groups, folder: Path) -> int:
     """Write the newest checkpoint as a Hugging Face folder; its step. A collective over all ranks."""
-    _, shape = read_model(config.start_model)
-    chunks = build_chunks(shape, config.trainer, groups)
-    policy = build_policy(chunks, config.trainer, config.trainer.optimizer, config.trainer.steps)
     found = checkpoint.checkpoints(config.run.folder / "checkpoints")
     if not found:
         raise CheckpointError(f"{config.run.folder / 'checkpoints'} holds no checkpoint; train first")
     step, path = found[-1]
-    checkpoint.load_policy(path, policy)
-    export_policy(config, policy, groups, folder)
+    _, shape = read_model_together(config.start_model, groups)
+    chunks = build_chunks(shape, config.trainer, groups)
+    checkpoint.load_weights(path, chunks)
+    export_policy(config, chunks, groups, folder)
     return step

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -26,9 +27,9 @@ from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.buffer.shard_state import deal, from_arrays
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError
-from tba_megatron.trainer.checkpoint_errors import AllOrNone, first_line
+from tba_megatron.trainer.all_or_none import AllOrNone, first_line
 from tba_megatron.trainer.checkpoint_folder import checkpoints
-from tba_megatron.trainer.checkpoint_state import RunState, load_into, policy_to_load
+from tba_megatron.trainer.checkpoint_state import RunState, load_into, load_model, model_to_load, policy_to_load
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.model import Policy
 from tba_megatron.transport.rollouts import owner_of
@@ -59,10 +60,10 @@ def load(path: Path, policy: Policy, shard: ReplayShard | None, groups: Groups) 
 
     CheckpointError, the same on every rank, names what is damaged and what to do.
     """
-    with AllOrNone(f"cannot load {path}", groups.world, _advice(path)):
+    with AllOrNone(f"cannot load {path}", groups.world, advice=_advice(path)):
         state = _state(path)
     load_policy(path, policy)
-    with AllOrNone(f"cannot load {path}", groups.world, _advice(path)):
+    with AllOrNone(f"cannot load {path}", groups.world, advice=_advice(path)):
         if shard is not None:
             _load_shard(path, state.data_parallel, shard, groups)
     return state
@@ -78,6 +79,16 @@ def load_policy(path: Path, policy: Policy) -> None:
         wanted = policy_to_load(policy, metadata.state_dict_metadata)
         loaded: Any = dist_checkpointing.load(wanted, str(model))
         load_into(policy, loaded)
+
+
+def load_weights(path: Path, chunks: Sequence[GPTModel]) -> None:
+    """Restore the model alone, without memory for an optimizer; a collective over all ranks."""
+    model = path / "model"
+    with AllOrNone(f"cannot load {path}", advice=_advice(path)):
+        _check_model(model)
+    with AllOrNone(f"cannot load {path}", advice=_advice(path)):
+        loaded: Any = dist_checkpointing.load(model_to_load(chunks), str(model))
+        load_model(chunks, loaded)
 
 
 def as_attempt(state: RunState, base_steps: tuple[int, ...]) -> RunState:

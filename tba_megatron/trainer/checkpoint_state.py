@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from tba_megatron.trainer.model import Policy
@@ -74,8 +75,7 @@ def policy_to_load(policy: Policy, saved_keys: Container[str]) -> dict[str, Any]
 
 def load_into(policy: Policy, loaded: dict[str, Any]) -> None:
     """Take over what ``dist_checkpointing.load`` returned."""
-    for i, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded[f"model{i}"])
+    load_model(policy.chunks, loaded)
     policy.optimizer.load_state_dict(loaded["optimizer"])
     policy.scheduler.load_state_dict(loaded["scheduler"])
     if (rng := loaded.get("rng")) is not None:
@@ -85,8 +85,18 @@ def load_into(policy: Policy, loaded: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(rng["cuda"])
 
 
+def model_to_load(chunks: Sequence[GPTModel]) -> dict[str, Any]:
+    """The model's part of what is saved, chunk by chunk."""
+    return {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(chunks)}
+
+
+def load_model(chunks: Sequence[GPTModel], loaded: Mapping[str, Any]) -> None:
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
+
+
 def _model_and_optimizer(policy: Policy, *, loading: bool) -> dict[str, Any]:
-    model = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(policy.chunks)}
+    model = model_to_load(policy.chunks)
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=METADATA)
     if optimizer.get("param_state", ...) is None:  # where nothing was gathered; Megatron would warn of a difference
         del optimizer["param_state"]

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError
-from tba_megatron.trainer.checkpoint_errors import AllOrNone
+from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.checkpoint_folder import complete, final_path, make_partial, partial_path, sync
 from tba_megatron.trainer.checkpoint_state import GATHERED, RunState, policy_to_save
 from tba_megatron.trainer.model import Policy

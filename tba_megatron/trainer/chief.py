@@ -74,6 +74,7 @@ class Chief:
         self._refused = 0
         self._fresh_groups = 0
         self._stopped_by: int = 0
+        self._save_written = False
         self._goodbye_until_s = 0.0
 
     # ---- deciding
@@ -81,6 +82,7 @@ class Chief:
     def decide(self, notes: Sequence[Note], step: int) -> StepPlan:
         """The plan of one iteration, from every rank's note."""
         reports = self._absorb(notes, step)
+        self._save_written = all(note.save_written for note in notes)
         self._stopped_by = next((note.signal for note in notes if note.signal), 0)
         if self._stopped_by:
             return self._plan(Action.STOP, step, save=self._saved_step != step)
@@ -98,7 +100,7 @@ class Chief:
         if save:
             self._saved_step = step
         seed = self._config.run.seed * 1_000_003 + step
-        return StepPlan(action=action, step=step, seed=seed, save=save, publish=publish)
+        return StepPlan(action=action, step=step, seed=seed, save=save, finish_save=self._save_written, publish=publish)
 
     def _saves(self, step: int) -> bool:
         every = self._config.trainer.save_every_steps

@@ -15,8 +15,10 @@ from tba_megatron.dist import Groups
 from tba_megatron.loss.registry import make_loss
 from tba_megatron.metrics import MetricLog, open_metric_log
 from tba_megatron.trainer import checkpoint
+from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.build import Model, begin_attempt, build_model, export_policy
 from tba_megatron.trainer.checkpoint import RunState
+from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.chief import Chief
 from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
 from tba_megatron.trainer.loop import TrainLoop
@@ -40,7 +42,7 @@ def train(config: Config, groups: Groups) -> int:
     shard = _build_shard(config, groups)
     state = _restore(config, model.policy, shard, groups)
     start_weights = config.run.folder / "weights" / str(PolicyVersion(state.history.attempt, state.step))
-    export_policy(config, model.policy, groups, start_weights)
+    export_policy(config, model.policy.chunks, groups, start_weights)
     with ExitStack() as stack:
         token = from_rank_0(secrets.token_hex(16) if groups.rank == 0 else None, groups)
         receiver = RolloutReceiver(config.transport.host, token) if shard is not None else None
@@ -71,12 +73,13 @@ def train(config: Config, groups: Groups) -> int:
             publisher=publisher,
             chief=chief,
             recorder=_open_recorder(config, groups, state, stack),
+            writer=CheckpointWriter(config.run.folder / "checkpoints", groups, config.trainer.keep_checkpoints),
             history=state.history,
             step=state.step,
         )
         code = loop.run()
         if loop.version.step >= config.trainer.steps:
-            export_policy(config, model.policy, groups, config.run.folder / "hf")
+            export_policy(config, model.policy.chunks, groups, config.run.folder / "hf")
         if chief is not None:
             write_result(config.run.folder, chief.result(loop.version.step))
         publisher.close()
@@ -145,7 +148,11 @@ def _restore(config: Config, policy: Policy, shard: ReplayShard | None, groups: 
     folder = config.run.folder
     found = checkpoint.checkpoints(folder / "checkpoints") if groups.rank == 0 else []
     path = from_rank_0(str(found[-1][1]) if found else "", groups)
-    attempts = from_rank_0(begin_attempt(folder, found[-1][0] if found else 0) if groups.rank == 0 else None, groups)
+    attempts: tuple[int, ...] | None = None
+    with AllOrNone("", groups.world):
+        if groups.rank == 0:
+            attempts = begin_attempt(folder, found[-1][0] if found else 0)
+    attempts = from_rank_0(attempts, groups)
     if not path:
         return RunState(
             step=0,

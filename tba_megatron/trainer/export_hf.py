@@ -15,7 +15,7 @@ from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError
 from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.models.hf_writer import PlannedFile, begin_folder, file_names, finish_folder, write_weights
-from tba_megatron.trainer.all_or_none import all_or_none
+from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.exchange import gather_on_all
 from tba_megatron.trainer.model import DTYPES
 from tba_megatron.trainer.stream_hf import stage_buckets, stream_buckets
@@ -43,15 +43,15 @@ def export_hf(
     what = f"cannot write {folder}"
     model = (chunks, architecture, shape, groups, DTYPES[dtype], file_bytes)
     try:
-        with all_or_none(groups, CheckpointError, what):
+        with AllOrNone(what, groups.world):
             if groups.rank == 0:
                 if folder.exists() and not folder.is_dir():
                     raise NotADirectoryError(f"{folder} is a file; remove it")
                 begin_folder(partial, template, dtype)
         files, mine = _plan(*model)
-        with all_or_none(groups, CheckpointError, what):
+        with AllOrNone(what, groups.world):
             _write(partial, mine, *model)
-        with all_or_none(groups, CheckpointError, what):
+        with AllOrNone(what, groups.world):
             if groups.rank == 0:
                 finish_folder(partial, folder, files)
     except CheckpointError:

@@ -18,7 +18,7 @@ from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.models.hf_folder import HfTensors, Stored, list_tensors
 from tba_megatron.models.layouts import Rule, Source
 from tba_megatron.models.random_weights import RandomTensors
-from tba_megatron.trainer.all_or_none import all_or_none
+from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
 from tba_megatron.trainer.model import named_parameters
 from tba_megatron.trainer.stream_hf import is_finite
@@ -66,12 +66,12 @@ def load_hf(
     be read by any one rank.
     """
     found: tuple[dict[str, Stored], tuple[str, ...]] | None = None
-    with all_or_none(groups, ModelError):
+    with AllOrNone("", groups.world, raised=ModelError):
         if groups.rank == 0:
             found = _canonical(list_tensors(folder), architecture)
             _check(found[0], architecture, shape, folder)
     stored, ignored = from_rank_0(found, groups)
-    with all_or_none(groups, ModelError), HfTensors(stored) as tensors:
+    with AllOrNone("", groups.world, raised=ModelError), HfTensors(stored) as tensors:
         _fill(chunks, architecture, shape, tensors, groups)
         heads = [name for name in _head_names(architecture, shape) if name in stored]
         if shape.tied and groups.is_last_stage and groups.dp_rank == 0:

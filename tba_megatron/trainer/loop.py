@@ -13,7 +13,7 @@ from tba_megatron.config import Config
 from tba_megatron.dist import Groups
 from tba_megatron.loss.base import Loss
 from tba_megatron.packing import Pack, pack
-from tba_megatron.trainer import checkpoint
+from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.chief import Chief
 from tba_megatron.trainer.exchange import (
     exchange_groups,
@@ -42,7 +42,7 @@ POLL_S = 0.01  # how often an idle rank looks for work
 
 
 class TrainLoop:
-    """One rank's loop. ``chief`` is rank 0's, ``shard``, ``receiver`` and ``recorder`` a DP leader's; None elsewhere."""
+    """One rank's loop. ``chief`` is rank 0's; ``shard``, ``receiver``, ``recorder`` a DP leader's; None elsewhere."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class TrainLoop:
         publisher: Publisher,
         chief: Chief | None,
         recorder: Recorder | None,
+        writer: CheckpointWriter,
         history: PolicyHistory,
         step: int,
     ) -> None:
@@ -68,8 +69,8 @@ class TrainLoop:
         self._recorder = recorder
         self._history = history
         self._step = step
+        self._writer = writer
         self._signal = 0
-        self._folder = config.run.folder / "checkpoints"
 
     def run(self) -> int:
         """Loop until rank 0 says stop; the exit code."""
@@ -78,12 +79,14 @@ class TrainLoop:
         while True:
             notes = gather_on_all(self._receive(), self._groups)
             plan = from_rank_0(self._chief.decide(notes, self._step) if self._chief else None, self._groups)
+            if plan.finish_save:
+                self._finish_save()
             if plan.publish is not None:
                 self._publisher.publish(self._policy, self.version, plan.publish)
             if plan.action is Action.TRAIN:
                 self._train(plan, notes)
             if plan.action is Action.SAVE or plan.save:
-                self._save()
+                self._save(wait=plan.action is not Action.TRAIN or not self._config.trainer.async_save)
             if plan.action is Action.STOP:
                 self._finish()
                 return plan.exit_code
@@ -100,13 +103,14 @@ class TrainLoop:
     def _receive(self) -> Note:
         """Move what has arrived into the shard."""
         if self._shard is None or self._receiver is None:
-            return Note(signal=self._signal)
+            return Note(signal=self._signal, save_written=self._save_written)
         arrived: Counter[int] = Counter()
         for group in self._receiver.drain():
             self._shard.add(group)
             arrived[group.lease] += 1
         return Note(
             signal=self._signal,
+            save_written=self._save_written,
             report=self._sampler.report(self._shard, self._history, self._step),
             counts=self._shard.counts(),
             arrived=dict(arrived),
@@ -162,21 +166,25 @@ class TrainLoop:
         shard.mark_trained(r.rollout_id for group in draw.groups for r in group.rollouts)
         return draw
 
-    def _save(self) -> None:
+    @property
+    def _save_written(self) -> bool:
+        return self._writer.in_flight and self._writer.done
+
+    def _save(self, *, wait: bool) -> None:
+        """Save at this step boundary; without ``wait`` a thread writes while training goes on."""
         state = from_rank_0(self._chief.run_state(self._step) if self._chief else None, self._groups)
-        path = checkpoint.save(
-            self._folder,
-            self._policy,
-            self._shard,
-            state,
-            self._groups,
-            keep=self._config.trainer.keep_checkpoints,
-        )
-        if self._groups.rank == 0:
+        self._writer.begin(self._policy, self._shard, state)
+        if wait:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        path = self._writer.finish()
+        if path is not None and self._groups.rank == 0:
             _log.info("saved %s", path)
 
     def _finish(self) -> None:
         """Let searchers go, take in what they still sent, and close the books."""
+        self._finish_save()
         if self._chief is not None:
             self._chief.dismiss_searchers()
         while True:

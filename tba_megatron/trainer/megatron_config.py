@@ -73,7 +73,7 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # What it draws is replaced by weights_io, but drawing also marks parameters as tensor-parallel (0.16.1).
+        # What it draws is replaced by load_hf, but drawing also marks parameters as tensor-parallel (0.16.1).
         "use_cpu_initialization": True,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,

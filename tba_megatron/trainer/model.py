@@ -87,7 +87,7 @@ def to_device(microbatch: PackedMicrobatch, device: torch.device) -> Batch:
 def build_chunks(shape: ModelShape, trainer: TrainerConfig, groups: Groups) -> tuple[GPTModel, ...]:
     """This rank's part of the model: one GPTModel, or with ``virtual_pipeline`` as many, in order of depth.
 
-    Their parameters hold nothing of use yet: ``weights_io`` fills them.
+    Their parameters hold nothing of use yet: ``load_hf`` fills them.
     """
     config = transformer_config(shape, trainer)
     n_chunks = trainer.virtual_pipeline

@@ -18,6 +18,7 @@ class Note:
     report: ShardReport | None = None
     counts: ShardCounts | None = None
     arrived: dict[int, int] = field(default_factory=dict)  # lease -> groups since the last note
+    save_written: bool = False  # a save is in flight, and this rank has written its part
     refused: int = 0  # messages that were no rollouts of this run
 
 

@@ -19,7 +19,8 @@ from tba_megatron.dist import Groups
 from tba_megatron.loss.base import Loss
 from tba_megatron.packing import Pack
 from tba_megatron.trainer import checkpoint
-from tba_megatron.trainer.checkpoint import RunState
+from tba_megatron.trainer.checkpoint_state import RunState
+from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
 from tba_megatron.trainer.model import Policy, to_device
 from tba_megatron.trainer.reference import Reference
@@ -50,12 +51,15 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """Where checkpoints are kept and how often they are made; ``every_steps`` 0: only on a signal."""
+    """How often checkpoints are made; ``every_steps`` 0: only on a signal, and at the end where that is asked for.
 
-    folder: Path
+    ``beside``: periodic ones are written by a thread while training goes on.
+    """
+
+    writer: CheckpointWriter
     every_steps: int
-    keep: int
     at_end: bool
+    beside: bool
 
 
 class OfflineLoop:
@@ -91,15 +95,26 @@ class OfflineLoop:
         stopped_by = 0
         while self._state.step < steps and not stopped_by:
             self._step(self._state.step + 1)
-            stopped_by = next((number for number in gather_on_all(self._signal, self._groups) if number), 0)
-            last = self._state.step == steps
+            stopped_by = self._agree()
             every = self._saving.every_steps
-            if stopped_by or (every and self._state.step % every == 0) or (last and self._saving.at_end):
-                self._save()
+            if every and self._state.step % every == 0:
+                self._saving.writer.begin(self._policy, None, self._state)
                 saved = self._state.step
-        if self._saving.at_end and saved != self._state.step:
-            self._save()
+                if not self._saving.beside:
+                    self._finish_save()
+        self._finish_save()
+        if saved != self._state.step and (stopped_by or self._saving.at_end):
+            self._saving.writer.begin(self._policy, None, self._state)
+            self._finish_save()
         return stopped_by
+
+    def _agree(self) -> int:
+        """The signal that arrived at any rank, or 0. A save that every rank has written is made to count."""
+        writer = self._saving.writer
+        everyone = gather_on_all((self._signal, writer.done), self._groups)
+        if writer.in_flight and all(done for _, done in everyone):
+            self._finish_save()
+        return next((number for number, _ in everyone if number), 0)
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signal = number
@@ -114,10 +129,9 @@ class OfflineLoop:
         self._state = msgspec.structs.replace(self._state, step=step, skipped_steps=skipped)
         self._source.done(step, done, time.monotonic() - started_s)
 
-    def _save(self) -> None:
-        saving = self._saving
-        path = checkpoint.save(saving.folder, self._policy, None, self._state, self._groups, keep=saving.keep)
-        if self._groups.rank == 0:
+    def _finish_save(self) -> None:
+        path = self._saving.writer.finish()
+        if path is not None and self._groups.rank == 0:
             _log.info("saved %s", path)
 
 

@@ -11,8 +11,9 @@ from tba_megatron.errors import CheckpointError
 from tba_megatron.loss.registry import make_loss
 from tba_megatron.metrics import MetricLog, open_metric_log
 from tba_megatron.packing import Pack, pack
-from tba_megatron.trainer.all_or_none import all_or_none
+from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.build import build_model, export_policy
+from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.exchange import assign_replicas, share_packs
 from tba_megatron.trainer.offline import OfflineLoop, Saving, StepData, restore
 from tba_megatron.trainer.recording import Recording
@@ -24,7 +25,7 @@ from tba_megatron.types import TrainGroup
 
 def train_on_recording(config: Config, data: RecordedData, groups: Groups) -> int:
     """Run this rank until ``trainer.steps`` are made or a signal stops it; the exit code."""
-    with all_or_none(groups, CheckpointError):
+    with AllOrNone("", groups.world):
         recording = _open(config, data.folder) if groups.is_leader else None
     model = build_model(config, groups)
     folder = config.run.folder
@@ -40,10 +41,10 @@ def train_on_recording(config: Config, data: RecordedData, groups: Groups) -> in
         head=model.head,
         source=_Recorded(config, recording, groups, log, state.skipped_steps),
         saving=Saving(
-            folder=folder / "checkpoints",
+            writer=CheckpointWriter(folder / "checkpoints", groups, trainer.keep_checkpoints),
             every_steps=trainer.save_every_steps,
-            keep=trainer.keep_checkpoints,
             at_end=True,
+            beside=trainer.async_save,
         ),
         state=state,
     )
@@ -52,7 +53,7 @@ def train_on_recording(config: Config, data: RecordedData, groups: Groups) -> in
         log.close()
     complete = loop.state.step >= trainer.steps
     if complete:
-        export_policy(config, model.policy, groups, folder / "hf")
+        export_policy(config, model.policy.chunks, groups, folder / "hf")
     if groups.rank == 0:
         result = RunResult(
             complete=complete,
@@ -96,7 +97,7 @@ class _Recorded:
 
     def data(self, step: int) -> StepData:
         trainer, packs = self._trainer, None
-        with all_or_none(self._groups, CheckpointError):
+        with AllOrNone("", self._groups.world):
             if self._recording is not None:
                 packs = self._packs(self._recording, step)
         normaliser = float(trainer.prompts_per_step * trainer.rollouts_per_prompt)

@@ -14,13 +14,15 @@ from tba_megatron.dist import Groups
 from tba_megatron.errors import TbaError
 from tba_megatron.loss.supervised import SupervisedLoss
 from tba_megatron.metrics import MetricLog
-from tba_megatron.models.registry import read_model
 from tba_megatron.packing import pack_demonstrations
 from tba_megatron.trainer import checkpoint
+from tba_megatron.trainer.build import read_model_together
+from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
+from tba_megatron.trainer.export_hf import export_hf
+from tba_megatron.trainer.load_hf import load_hf, load_random
 from tba_megatron.trainer.model import Policy, build_chunks, build_policy, to_device
 from tba_megatron.trainer.offline import OfflineLoop, Saving, StepData, restore
 from tba_megatron.trainer.step import HeadSettings, Update, sequence_logprobs
-from tba_megatron.trainer.weights_io import export_hf, load_hf, load_random
 from tba_megatron.types import TokenIds
 
 Demonstration = tuple[TokenIds, TokenIds]  # prompt, completion
@@ -51,7 +53,7 @@ def warm_start(config: Config, demonstrations: Demonstrations, groups: Groups, l
     the same demonstrations and trains its replica's share. ``log`` is given on rank 0.
     """
     sft, trainer = config.sft, config.trainer
-    architecture, shape = read_model(config.model.path)
+    architecture, shape = read_model_together(config.model.path, groups)
     chunks = build_chunks(shape, trainer, groups)
     if config.model.init == "pretrained":
         load_hf(chunks, architecture, shape, config.model.path, groups)
@@ -71,7 +73,10 @@ def warm_start(config: Config, demonstrations: Demonstrations, groups: Groups, l
         head=head,
         source=source,
         saving=Saving(
-            folder=_folder(config), every_steps=sft.save_every_steps, keep=trainer.keep_checkpoints, at_end=False
+            writer=CheckpointWriter(_folder(config), groups, trainer.keep_checkpoints),
+            every_steps=sft.save_every_steps,
+            at_end=False,
+            beside=trainer.async_save,
         ),
         state=state,
     )

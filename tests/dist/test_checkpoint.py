@@ -352,7 +352,7 @@ def test_a_damaged_checkpoint_is_one_line_on_every_rank_that_names_the_file_and_
     first, second = run_ranks(load_damaged, pp=2)
     assert first == second
     for message, path, file in first:
-        assert message.startswith(f"cannot load {path}: rank") and "\n" not in message
+        assert message.startswith(f"cannot load {path}: ") and "\n" not in message
         assert f"{file} cannot be read (" in message
         assert message.endswith(f"; remove {path} to resume earlier")
 
@@ -369,7 +369,7 @@ def test_what_only_one_rank_cannot_read_is_an_error_on_all(model, tmp_path, monk
 
     first, second = run_ranks(body, pp=2)
     assert first == second
-    assert ": rank 1: ValueError: invalid literal" in first
+    assert ": ValueError: invalid literal" in first and "(rank 1); remove" in first
 
 
 @pytest.mark.parametrize("content", [None, b"{", b'{"step": 1}'])

@@ -162,7 +162,7 @@ def test_a_fault_in_the_thread_of_one_rank_is_an_error_on_all_and_the_next_save_
         return str(caught.value), left
 
     (message, left), (message_1, _) = run_ranks(body, pp=2)
-    assert message == message_1 == f"cannot save step 2 in {tmp_path}: rank 1: {reason}"
+    assert message == message_1 == f"cannot save step 2 in {tmp_path}: {reason} (rank 1)"
     assert left == ["step-00000001"]
     assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [1, 3]
 
@@ -180,5 +180,5 @@ def test_a_fault_of_one_rank_before_the_thread_starts_is_an_error_on_all(model, 
         return str(caught.value)
 
     messages = run_ranks(body, pp=2)
-    assert messages == [f"cannot save step 2 in {tmp_path}: rank 1: KeyError: 'no such column'"] * 2
+    assert messages == [f"cannot save step 2 in {tmp_path}: KeyError: 'no such column' (rank 1)"] * 2
     assert list(tmp_path.iterdir()) == []

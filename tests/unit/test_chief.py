@@ -264,6 +264,16 @@ def test_a_signal_right_after_a_save_does_not_save_again(tmp_path):
     assert (plan.action, plan.save) == (Action.STOP, False)
 
 
+@pytest.mark.parametrize(("written", "finished"), [((True, True), True), ((True, False), False), ((False,), False)])
+def test_a_save_counts_when_every_rank_has_written_its_part(written, finished, tmp_path):
+    desk = Desk(tmp_path)
+    report = ShardReport(n_prompts=0, n_recent=0, n_fresh=0, n_rollouts=0, bytes=0)
+    notes = [Note(save_written=w, report=None if i else report) for i, w in enumerate(written)]
+    plan = desk.chief.decide(notes, 1)
+    assert (plan.action, plan.finish_save) == (Action.WAIT, finished)
+    assert desk.chief.decide(notes, 4).finish_save is finished  # at the end too
+
+
 # ---- evaluation and the end
 
 
