@@ -153,14 +153,15 @@ class TrainerConfig(Section):
     """Chunks of layers a pipeline stage holds (interleaved 1F1B); 1: plain 1F1B."""
     data_parallel: Count = 1
     sequence_parallel: bool = False
+    layers: Literal["fastest", "torch"] = "fastest"
+    """``fastest``: Transformer Engine's layers where it is installed and has a GPU, else plain torch."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: ``selective`` those of attention, ``full`` every layer's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     data: TrainData = SearcherData()
     steps: CountOrZero = 100
     """Optimizer steps of the whole run, those before a resume counted in."""
-    prompts_per_step: Count = 8
-    """Global, over all data-parallel replicas."""
+    prompts_per_step: Count = 8  # over all data-parallel replicas
     rollouts_per_prompt: Annotated[int, Field(ge=2)] = 8
     """K of the paper; a group of one has no baseline."""
     microbatch_tokens: Count = 4096
@@ -171,8 +172,7 @@ class TrainerConfig(Section):
     keep_checkpoints: Count = 2
     async_save: bool = True
     """Periodic checkpoints are written while training goes on, from one more copy of the state in host memory."""
-    threads: Count = 1
-    """CPU threads of one rank."""
+    threads: Count = 1  # of the CPU, in one rank
     distributed_timeout_s: Positive = 600.0
     megatron_extra: dict[str, Any] = Field(default_factory=dict)
     """Fields of Megatron's TransformerConfig that have no name of their own here; checked against it."""

@@ -44,6 +44,7 @@ MAY_CHANGE = frozenset(
         "trainer.data_parallel",
         "trainer.sequence_parallel",
         "trainer.recompute",
+        "trainer.layers",
         "trainer.microbatch_tokens",
         "trainer.megatron_extra.num_layers_in_first_pipeline_stage",
         "trainer.megatron_extra.num_layers_in_last_pipeline_stage",

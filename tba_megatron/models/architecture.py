@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from tba_megatron.errors import ConfigError, ModelError
+from tba_megatron.errors import ModelError
 from tba_megatron.models.layouts import Layout, Replicated, Rule
 from tba_megatron.models.rotary import Rotary
 
@@ -107,13 +107,11 @@ def read_shape(folder: Path, table: Mapping[str, Architecture]) -> tuple[Archite
 
 
 def check_length(shape: ModelShape, max_length: int) -> None:
-    """ConfigError when sequences of ``max_length`` tokens are longer than the learned positions."""
+    """ModelError when sequences of ``max_length`` tokens are longer than the learned positions."""
     if shape.rotary is None and max_length > shape.max_positions:
-        raise ConfigError(
-            [
-                f"model.max_length: {max_length} is more than the {shape.max_positions} learned positions of "
-                f"{shape.architecture} (config.json); lower it to at most {shape.max_positions}"
-            ]
+        raise ModelError(
+            f"model.max_length: {max_length} is more than the {shape.max_positions} learned positions of "
+            f"{shape.architecture} (config.json); lower it to at most {shape.max_positions}"
         )
 
 

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from tba_megatron.config import Config
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError, ModelError
-from tba_megatron.models.architecture import Architecture, ModelShape
+from tba_megatron.models.architecture import Architecture, ModelShape, check_length
 from tba_megatron.models.registry import read_model
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.all_or_none import AllOrNone
@@ -40,7 +40,7 @@ class Model:
 
 def build_model(config: Config, groups: Groups) -> Model:
     trainer, folder = config.trainer, config.start_model
-    architecture, shape = read_model_together(folder, groups)
+    architecture, shape = read_model_together(config, folder, groups)
     head = HeadSettings(temperature=config.objective.temperature, vocab_size=shape.vocab_size)
     chunks = build_chunks(shape, trainer, groups)
     load_hf(chunks, architecture, shape, folder, groups)
@@ -53,10 +53,12 @@ def build_model(config: Config, groups: Groups) -> Model:
     )
 
 
-def read_model_together(folder: Path, groups: Groups) -> tuple[Architecture, ModelShape]:
+def read_model_together(config: Config, folder: Path, groups: Groups) -> tuple[Architecture, ModelShape]:
     """``read_model`` on every rank, or its error on every rank; a collective over the world."""
     with AllOrNone("", groups.world, raised=ModelError):
-        return read_model(folder)
+        architecture, shape = read_model(folder)
+        check_length(shape, config.model.max_length)
+        return architecture, shape
 
 
 def begin_attempt(folder: Path, base_step: int) -> tuple[int, ...]:
@@ -66,8 +68,8 @@ def begin_attempt(folder: Path, base_step: int) -> tuple[int, ...]:
         before = msgspec.json.decode(path.read_bytes(), type=list[int]) if path.exists() else []
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}), and without it versions of earlier attempts would be taken for new ones; "
-            f"restore it or choose another run.folder"
+            f"{path} cannot be read ({error}), and without it versions of earlier attempts would be taken for new "
+            f"ones; restore it or choose another run.folder"
         ) from None
     attempts = (*before, base_step)
     partial = path.with_name(f".{ATTEMPTS}.partial")
@@ -78,7 +80,7 @@ def begin_attempt(folder: Path, base_step: int) -> tuple[int, ...]:
 
 def export_policy(config: Config, chunks: Sequence[GPTModel], groups: Groups, folder: Path) -> None:
     """Write the policy as a Hugging Face folder; what earlier attempts left beside it under ``weights`` is removed."""
-    architecture, shape = read_model_together(config.start_model, groups)
+    architecture, shape = read_model_together(config, config.start_model, groups)
     export_hf(
         chunks,
         architecture,
@@ -100,7 +102,7 @@ def export_newest(config: Config, groups: Groups, folder: Path) -> int:
     if not found:
         raise CheckpointError(f"{config.run.folder / 'checkpoints'} holds no checkpoint; train first")
     step, path = found[-1]
-    _, shape = read_model_together(config.start_model, groups)
+    _, shape = read_model_together(config, config.start_model, groups)
     chunks = build_chunks(shape, config.trainer, groups)
     checkpoint.load_weights(path, chunks)
     export_policy(config, chunks, groups, folder)

@@ -91,7 +91,7 @@ def build_chunks(shape: ModelShape, trainer: TrainerConfig, groups: Groups) -> t
     """
     config = transformer_config(shape, trainer)
     n_chunks = trainer.virtual_pipeline
-    engine = transformer_engine_found()
+    engine = trainer.layers == "fastest" and transformer_engine_found()
     chunks = []
     for chunk in range(n_chunks):
         gpt = GPTModel(

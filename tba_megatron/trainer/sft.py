@@ -53,7 +53,7 @@ def warm_start(config: Config, demonstrations: Demonstrations, groups: Groups, l
     the same demonstrations and trains its replica's share. ``log`` is given on rank 0.
     """
     sft, trainer = config.sft, config.trainer
-    architecture, shape = read_model_together(config.model.path, groups)
+    architecture, shape = read_model_together(config, config.model.path, groups)
     chunks = build_chunks(shape, trainer, groups)
     if config.model.init == "pretrained":
         load_hf(chunks, architecture, shape, config.model.path, groups)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_megatron.errors import ConfigError, ModelError
+from tba_megatron.errors import ModelError
 from tba_megatron.models.architecture import check_length
 from tba_megatron.models.random_weights import RandomTensors
 from tba_megatron.models.registry import ARCHITECTURES, read_model
@@ -91,7 +91,7 @@ def test_defaults_are_those_of_hugging_face(tmp_path):
             "rotary scaling 'dynamic' is not supported",
         ),
         (LLAMA, {"rope_scaling": {"rope_type": "longrope"}}, "rotary scaling 'longrope' is not supported"),
-        (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention in rope_parameters"),
+        (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "['full_attention'] in rope_parameters"),
         (LLAMA, {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor None is not a number above 0"),
         (LLAMA, {"rope_scaling": {**LLAMA3, "factor": "8"}}, "rope_parameters.factor '8' is not a number above 0"),
         (LLAMA, {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor has to be above"),
@@ -103,7 +103,11 @@ def test_defaults_are_those_of_hugging_face(tmp_path):
         (NEOX, {"hidden_act": "mish"}, "hidden_act 'mish' is not supported; known: gelu, gelu_new"),
         (GPT2, {"activation_function": ["gelu"]}, "activation_function ['gelu'] is not supported"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window is not supported"),
-        (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        (
+            QWEN3,
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types ['full_attention', 'sliding_attention'] is not supported",
+        ),
         (QWEN3, {"attention_bias": True}, "attention_bias is not supported"),
         (LLAMA, {"attention_bias": True}, "attention_bias without mlp_bias"),
         (LLAMA, {"mlp_bias": True}, "attention_bias without mlp_bias"),
@@ -114,9 +118,9 @@ def test_defaults_are_those_of_hugging_face(tmp_path):
         (GPT2, {"add_cross_attention": True}, "add_cross_attention is not supported"),
         (QWEN2, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
         (LLAMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
-        (QWEN2, {"hidden_size": 128.5}, "hidden_size 128.5 is not a whole number of at least 1"),
-        (QWEN2, {"vocab_size": 0}, "vocab_size 0 is not a whole number of at least 1"),
-        (GPT2, {"n_layer": "3"}, "n_layer '3' is not a whole number of at least 1"),
+        (QWEN2, {"hidden_size": 128.5}, "hidden_size 128.5 is not a whole number from 1 to 2147483647"),
+        (QWEN2, {"vocab_size": 0}, "vocab_size 0 is not a whole number from 1 to 2147483647"),
+        (GPT2, {"n_layer": "3"}, "n_layer '3' is not a whole number from 1 to 2147483647"),
         (QWEN2, {"hidden_size": 130, "head_dim": None}, "hidden_size 130 is not a multiple of num_attention_heads 4"),
         (GPT2, {"n_head": 3}, "n_embd 128 is not a multiple of n_head 3"),
         (LLAMA, {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
@@ -157,6 +161,25 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path):
     assert "config.json is not a JSON object" in refusal(write(tmp_path, []))
 
 
+ODD = [None, True, False, 0, -1, 1, 3, 1.5, 1e400, float("nan"), 10**400, "x", "", [], ["x"], [[]], {}, {"x": {}}]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_odd_value_is_used_or_refused_in_one_line(name):
+    base = {**CONFIGS[name], "rope_scaling": None, "layer_types": None, "quantization_config": None, "head_dim": None}
+    rope = {**LLAMA3, "original_max_position_embeddings": 64, "partial_rotary_factor": 1.0, "rope_theta": 1e4}
+    cases = [{**base, key: odd} for key in base for odd in ODD]
+    cases += [{**base, "rope_parameters": {**rope, key: odd}} for key in rope for odd in ODD]
+    refused = 0
+    for hf_config in cases:
+        try:
+            ARCHITECTURES[name].read(hf_config)
+        except ModelError as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 250
+    assert len(cases) / 4 < refused < len(cases)
+
+
 def test_dropouts_are_ignored(tmp_path):
     _, plain = read_model(write(tmp_path, GPT2))
     _, noisy = read_model(write(tmp_path, {**GPT2, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}))
@@ -167,7 +190,7 @@ def test_only_learned_positions_limit_the_length():
     neox, gpt2 = (ARCHITECTURES[c["architectures"][0]].read(c) for c in (NEOX, GPT2))
     check_length(neox, 10_000)
     check_length(gpt2, 64)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ModelError) as caught:
         check_length(gpt2, 65)
     assert "model.max_length: 65 is more than the 64 learned positions of GPT2LMHeadModel" in str(caught.value)
     assert "\n" not in str(caught.value)
