@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
-import torch.distributed as dist
+from logits import packed_logits
 from ranks import run_ranks
 
-from tba_megatron.models.registry import read_model
-from tba_megatron.packing import pack_demonstrations
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -56,7 +54,8 @@ FAST = [
     ("gpt_neox_tied", HARD),
 ]
 SLOW = [(m, layout) for m in MODELS for layout in LAYOUTS if (m, layout) not in FAST]
-# Prompt and completion lengths: uneven, some equal, one sequence as long as the positions of the model.
+# Prompt and completion lengths: uneven, some equal, one sequence as long as the positions of the model. They make two
+# microbatches, which is what interleaved stages need.
 LENGTHS = [(5, 3), (1, 7), (4, 4), (2, 1), (40, 24), (3, 10), (3, 10)]
 _RNG = np.random.default_rng(0)
 SEQUENCES = [(_RNG.integers(2, tiny.VOCAB, n, np.int32), _RNG.integers(2, tiny.VOCAB, m, np.int32)) for n, m in LENGTHS]
@@ -82,52 +81,10 @@ def saved(tmp_path_factory):
     return get
 
 
-def packed_logits(groups, folder, trainer):
-    """By sequence number, the logits that this rank's stage gives; empty on all stages but the last."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from tba_megatron.trainer.load_hf import load_hf
-    from tba_megatron.trainer.model import build_chunks, forward, to_device
-
-    architecture, shape = read_model(folder)
-    chunks = build_chunks(shape, trainer, groups)
-    load_hf(chunks, architecture, shape, folder, groups)
-    packs = pack_demonstrations(SEQUENCES, 64, groups.tp_size if trainer.sequence_parallel else 1)
-    assert sorted(len(pack.rollout_ids) for pack in packs) == [1, len(SEQUENCES) - 1]  # two: interleaved stages pair
-    batches = [to_device(pack.microbatch, groups.device) for pack in packs]
-    found = {}
-
-    def keep(logits, batch, pack):
-        parts = [torch.empty_like(logits) for _ in range(groups.tp_size)]
-        dist.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-        whole = torch.cat(parts, dim=-1)[0, :, : shape.vocab_size]
-        cu = batch.host.cu_seqlens
-        for s, rollout_id in enumerate(pack.rollout_ids):
-            found[rollout_id.sequence] = whole[cu[s] : cu[s + 1]].clone()
-        return logits.new_zeros(()), None
-
-    def step(data, model):
-        batch, pack = next(data)
-        return forward(model, batch), lambda logits: keep(logits, batch, pack)
-
-    with torch.no_grad():
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(zip(batches, packs, strict=True)) for _ in chunks],
-            model=list(chunks),
-            num_microbatches=len(batches),
-            seq_length=max(batch.tokens.shape[1] for batch in batches),
-            micro_batch_size=1,
-            forward_only=True,
-        )
-    return found
-
-
 def check(model, layout, saved):
     folder, expected = saved(model)
     sizes = {k: v for k, v in LAYOUTS[layout].items() if k in ("tp", "pp", "vpp")}
-    ranks = run_ranks(packed_logits, folder, tiny.trainer_config(**LAYOUTS[layout]), **sizes)
+    ranks = run_ranks(packed_logits, folder, tiny.trainer_config(**LAYOUTS[layout]), SEQUENCES, **sizes)
     last = [found for found in ranks if found]
     assert len(last) == sizes.get("tp", 1)
     for found in last:
