@@ -20,7 +20,7 @@ from tba_megatron.dist import Groups
 from tba_megatron.loss.base import Loss, LossOutput, join_inputs, loss_inputs, mean_statistics, segment_sum
 from tba_megatron.packing import padding
 from tba_megatron.trainer.head import response_logprobs
-from tba_megatron.trainer.model import Batch, Policy, forward, to_device
+from tba_megatron.trainer.model import Batch, Policy, forward_responses, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ def _run_schedule(
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module):
         batch = next(batches)
-        return forward(model, batch), lambda logits: on_logits(logits, batch)
+        return forward_responses(model, batch), lambda logits: on_logits(logits, batch)
 
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -105,7 +105,6 @@ def token_logprobs(
 def _logprobs(logits: Tensor, batch: Batch, head: HeadSettings, groups: Groups) -> Tensor:
     return response_logprobs(
         logits,
-        batch.rows,
         batch.labels,
         temperature=head.temperature,
         vocab_size=head.vocab_size,

@@ -249,7 +249,7 @@ def probabilities_of_all_tokens(groups, folder):
         for token in range(tiny.VOCAB):
             labels = torch.full_like(batch.labels, token)
             total += response_logprobs(
-                logits, batch.rows, labels, temperature=0.7, vocab_size=tiny.VOCAB, groups=groups
+                logits[0, batch.rows], labels, temperature=0.7, vocab_size=tiny.VOCAB, groups=groups
             ).exp()
     return logits.shape[-1], total
 

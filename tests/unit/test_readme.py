@@ -13,8 +13,11 @@ from tba_megatron.config_load import load_config
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
-TOP = ("tba_megatron", "megatron_patches", "configs", "scripts", "tests", "benchmarks", "requirements")
+DOCUMENTS = [
+    ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/parallelism.md")
+]
+TOP = ("tba_megatron", "megatron_patches", "configs", "scripts", "tests", "benchmarks", "requirements", "docs")
 
 
 def blocks(text):
