@@ -9,7 +9,6 @@ import torch
 from logits import packed_logits
 from ranks import run_ranks
 
-
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
