@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from tba_megatron.models.hf_folder import open_tensors
@@ -70,19 +71,27 @@ class TbaWeightTransferEngine(WeightTransferEngine[TbaInitInfo, TbaUpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        self._repack_tied_head()
+        if self.device.type == "cpu":
+            self._repack_tied_heads()
 
-    def _repack_tied_head(self) -> None:
-        """On CPU a tied head has a packed copy of its own, which the layerwise reload leaves as it was (0.32)."""
-        head = getattr(self.model, "lm_head", None)
-        embedding = getattr(getattr(self.model, "model", None), "embed_tokens", None)
-        if self.device.type != "cpu" or head is None or embedding is None or head is embedding:
-            return
-        if head.weight.data_ptr() == embedding.weight.data_ptr():
-            head.quant_method.process_weights_after_loading(head)
+    def _repack_tied_heads(self) -> None:
+        """On CPU a tied head has a packed copy of its own, which the layerwise reload leaves as it was (0.32).
+
+        Where a model keeps its embedding differs by family, so the head is known by the memory that it shares.
+        """
+        tables = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        heads = [layer for layer in tables if isinstance(layer, ParallelLMHead)]
+        shared = {_address(layer) for layer in tables if layer not in heads}
+        for head in heads:
+            if _address(head) in shared:
+                head.quant_method.process_weights_after_loading(head)
 
     def shutdown(self) -> None:
         self.receiver.close()
+
+
+def _address(layer: torch.nn.Module) -> int:
+    return layer.get_parameter("weight").data_ptr()
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

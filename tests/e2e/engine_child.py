@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ FIRST = PolicyVersion(0, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """An engine that the child builds when it is first used."""
+    """An engine that the child builds when it is first used; its folder may come later than the child."""
 
     folder: Path
     behaviour_logprobs: bool
@@ -63,6 +64,20 @@ def hf_model(*, tied: bool, seed: int):
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
     return model
+
+
+def family_model(kind: str, *, tied: bool, seed: int):
+    """A tiny model of any family, with heads of 32: vLLM's attention on CPU knows no smaller ones."""
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": MAX_LENGTH}
+    sizes = {
+        "gpt2": {"n_embd": 64, "n_head": 2, "n_positions": MAX_LENGTH},
+        "gpt_neox": heads,
+        "llama": {**heads, "num_key_value_heads": 1},
+        "qwen2": {**heads, "num_key_value_heads": 1},
+        # Heads of a size of their own: two of them are wider than the hidden size.
+        "qwen3": {**heads, "num_key_value_heads": 1, "head_dim": 64},
+    }[kind]
+    return tiny.hf_model(kind, tied=tied, seed=seed, **sizes)
 
 
 def named_tensors(model) -> list[tuple[str, Tensor]]:
