@@ -94,10 +94,8 @@ class OptimizerSection(Section):
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.999
     adam_eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
-    """Never applied to norms and biases."""
-    clip_grad_norm: NonNegative = 1.0
-    """Global norm; 0 does not clip."""
+    weight_decay: NonNegative = 0.0  # never applied to norms and biases
+    clip_grad_norm: NonNegative = 1.0  # of the global norm; 0 does not clip
 
 
 class TaskDemonstrations(Section):
@@ -120,13 +118,11 @@ class SftConfig(Section):
     steps: CountOrZero = 0
     """0: no warm start, training begins from ``model.path``."""
     data: DemonstrationData = TaskDemonstrations()
-    batch_size: Count = 128
-    """Demonstrations per step."""
+    batch_size: Count = 128  # demonstrations per step
     held_out: CountOrZero = 0
     """Held-out demonstrations whose loss is measured before the first step, at intervals and at the end; 0: none."""
     held_out_every_steps: Count = 100
-    save_every_steps: CountOrZero = 0
-    """0: only on a signal."""
+    save_every_steps: CountOrZero = 0  # 0: only on a signal
     optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-3)
 
 
@@ -167,8 +163,7 @@ class TrainerConfig(Section):
     microbatch_tokens: Count = 4096
     """A packed microbatch holds at most this many. A larger group is split and trained in two exact passes."""
     optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-5)
-    save_every_steps: CountOrZero = 0
-    """0: only at the end and on a signal."""
+    save_every_steps: CountOrZero = 0  # 0: only at the end and on a signal
     keep_checkpoints: Count = 2
     async_save: bool = True
     """Periodic checkpoints are written while training goes on, from one more copy of the state in host memory."""
@@ -386,6 +381,11 @@ class Config(Section):
                 t.microbatch_tokens < self.model.max_length,
                 f"trainer.microbatch_tokens: {t.microbatch_tokens} cannot hold one sequence of model.max_length "
                 f"({self.model.max_length}); raise it to at least {self.model.max_length}",
+            ),
+            (
+                self.sft.steps > 0 and self.sft.batch_size < t.data_parallel,
+                f"sft.batch_size: {self.sft.batch_size} leaves some of the trainer.data_parallel ({t.data_parallel}) "
+                f"replicas without a demonstration; raise it to at least {t.data_parallel}",
             ),
             (
                 t.virtual_pipeline > 1 and t.pipeline_parallel == 1,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from tba_megatron.config import MetricsConfig
+from tba_megatron.errors import RunFolderError
 
 CONSOLE_METRICS = {
     "reward": "reward/train_mean",
@@ -135,8 +136,11 @@ class JsonlWriter:
         self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise RunFolderError(f"{self._file.name} cannot be written ({error.strerror}); make room") from None
 
 
 def _cut(path: Path, first_step: int) -> None:

@@ -28,6 +28,11 @@ def run(config: Config, args: argparse.Namespace) -> int:
         store_config(config, config.run.folder)
         if demonstrations.dropped:
             _log.warning("%d demonstrations are longer than model.max_length and left out", demonstrations.dropped)
+        if demonstrations.altered:
+            _log.warning(
+                "%d demonstrations are another text once they went through the tokenizer; does it lack characters?",
+                demonstrations.altered,
+            )
     with trainer_groups(config) as groups:
         from tba_megatron.trainer.sft import first_step, warm_start
 

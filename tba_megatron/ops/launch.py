@@ -42,7 +42,7 @@ def launch(config: Config, stream: TextIO) -> int:
         store_config(config, folder)  # not before the folder is ours: the roles of another launch read this file
         if is_complete(config):
             print(f"{folder} is complete; raise trainer.steps to go on, or choose another run.folder", file=stream)
-            print_summary(json.loads((folder / SUMMARY).read_text()), stream)
+            print_summary(_stored_summary(folder), stream)
             return 0
         if config.sft.steps and not (config.start_model / "config.json").exists():
             print(f"warm start: {config.sft.steps} steps on demonstrations", file=stream, flush=True)
@@ -80,6 +80,17 @@ def is_complete(config: Config) -> bool:
         return False
     measured = result.accuracy_after is not None or not config.evaluation.problems or not _has_searchers(config)
     return measured and (folder / "hf").exists() and (folder / SUMMARY).exists()
+
+
+def _stored_summary(folder: Path) -> dict[str, object]:
+    """RunFolderError when it is not what ``summarise`` makes."""
+    path = folder / SUMMARY
+    try:
+        summary = json.loads(path.read_text())
+        msgspec.convert(summary, RunResult)
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read ({error}); remove it and start again") from None
+    return summary
 
 
 def _has_searchers(config: Config) -> bool:

@@ -91,9 +91,10 @@ class Supervisor:
         self._children[child] = role
 
     def _ended(self, role: Role, code: int) -> None:
-        # A role that got the signal before it could handle it (while it imports, or during the warm start) has nothing
-        # to save.
-        if code == 0 or (self.signal and (not role.vital or code == -signal.SIGTERM)):
+        # After a signal a role ends well, says 128 + the signal once it has saved, or was ended before it could handle
+        # it (while it imports) and has nothing to save.
+        stopped = {-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT}
+        if code == 0 or (self.signal and (not role.vital or code in stopped)):
             return
         if role.vital:
             error = RoleFailedError(f"{role.name} ended with {_describe(code)}; {_last_words(role.log)}")

@@ -23,6 +23,12 @@ class DemonstrationStream(Protocol):
         """Demonstrations that were left out at load, because they are longer than the model's length."""
         ...
 
+    @property
+    def altered(self) -> int:
+        """Demonstrations that the tokenizer does not give back as they are written: it lacks some of their characters,
+        or takes them for special tokens."""
+        ...
+
     def batch(self, step: int) -> list[Demonstration]:
         """The batch of optimizer step ``step``, from 1 on."""
         ...
@@ -35,7 +41,7 @@ class DemonstrationStream(Protocol):
 class FromTask:
     """Random demonstrations of a task, with replacement."""
 
-    dropped = 0
+    dropped = altered = 0
 
     def __init__(self, task: Task, *, batch_size: int, seed: int) -> None:
         if not isinstance(task, Demonstrations):
@@ -54,7 +60,7 @@ class FromFile:
     """All demonstrations of a JSONL file, epoch after epoch, each epoch in another order.
 
     TaskError names the file and the line of what cannot be used. A demonstration of more than ``max_length`` tokens is
-    left out and counted.
+    left out and counted; one that is another text once it went through the tokenizer is counted too.
     """
 
     def __init__(
@@ -63,9 +69,10 @@ class FromFile:
         self._path, self._batch_size = config.path, batch_size
         self._train: list[Demonstration] = []
         held_out: list[tuple[float, int, Demonstration]] = []
-        self.dropped = 0
+        self.dropped = self.altered = 0
         for number, (prompt, completion) in _read(config.path):
             demonstration = demonstrate(tokenizer, prompt, completion)
+            self.altered += tuple(map(tokenizer.decode, demonstration)) != (prompt, completion)
             if not len(demonstration[0]):
                 raise TaskError(f"{config.path}:{number}: the prompt has no tokens; give it at least one")
             if sum(map(len, demonstration)) > max_length:
@@ -107,10 +114,18 @@ def _read(path: Path) -> list[tuple[int, tuple[str, str]]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TaskError(f"{path}:{number}: not JSON ({error})") from None
-        texts = [row.get(key) for key in ("prompt", "completion")] if isinstance(row, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
+        row = row if isinstance(row, dict) else {}
+        texts = [text for key in ("prompt", "completion") if isinstance(text := row.get(key), str)]
+        if len(texts) < 2:
             raise TaskError(f"{path}:{number}: needs the texts 'prompt' and 'completion'")
+        if not all(_is_unicode(text) for text in texts):
+            raise TaskError(f"{path}:{number}: holds half of a surrogate pair; write the character in UTF-8")
         found.append((number, (texts[0], texts[1])))
     return found
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell halves of characters, which no encoding has."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tba_megatron.errors import CheckpointError, TbaError
@@ -64,9 +65,9 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _file_error(error: BaseException) -> OSError | None:
-    """The OSError behind ``error``: torch reports a failed write as a fault of its own, raised from it."""
-    return next((e for e in _chain(error) if isinstance(e, OSError)), None)
+def _file_error(error: BaseException) -> OSError | SafetensorError | None:
+    """The file's error behind ``error``: torch reports a failed write as a fault of its own, raised from it."""
+    return next((e for e in _chain(error) if isinstance(e, OSError | SafetensorError)), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -61,11 +61,14 @@ def read_model_together(config: Config, folder: Path, groups: Groups) -> tuple[A
         return architecture, shape
 
 
-def begin_attempt(folder: Path, base_step: int) -> tuple[int, ...]:
-    """Note in the run folder that an attempt begins at ``base_step``; the base steps of all attempts."""
+def begin_attempt(folder: Path, base_step: int, restored: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Note in the run folder that an attempt begins at ``base_step``; the base steps of all attempts.
+
+    ``restored``: those that the checkpoint knows, which count where the file is missing.
+    """
     path = folder / ATTEMPTS
     try:
-        before = msgspec.json.decode(path.read_bytes(), type=list[int]) if path.exists() else []
+        before = msgspec.json.decode(path.read_bytes(), type=list[int]) if path.exists() else list(restored)
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}), and without it versions of earlier attempts would be taken for new "

@@ -29,7 +29,7 @@ from tba_megatron.trainer.recording import Recorder
 from tba_megatron.trainer.result import write_result
 from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.registry import PromptLeases
-from tba_megatron.transport.rendezvous import Rendezvous, remove_rendezvous, write_rendezvous
+from tba_megatron.transport.rendezvous import Rendezvous, withdraw_rendezvous, write_rendezvous
 from tba_megatron.transport.rollouts import RolloutReceiver
 from tba_megatron.types import PolicyVersion
 
@@ -59,7 +59,7 @@ def train(config: Config, groups: Groups) -> int:
             stack.callback(log.close)
             chief = Chief(config=config, control=control, publisher=publisher, sampler=sampler, log=log, state=state)
             _announce(config, control, token, state, start_weights)
-            stack.callback(remove_rendezvous, config.run.folder)
+            stack.callback(withdraw_rendezvous, config.run.folder, token)
         loop = TrainLoop(
             config=config,
             groups=groups,
@@ -151,7 +151,8 @@ def _restore(config: Config, policy: Policy, shard: ReplayShard | None, groups: 
     attempts: tuple[int, ...] | None = None
     with AllOrNone("", groups.world):
         if groups.rank == 0:
-            attempts = begin_attempt(folder, found[-1][0] if found else 0)
+            restored = checkpoint.read_state(found[-1][1]).base_steps if found else ()
+            attempts = begin_attempt(folder, found[-1][0] if found else 0, restored)
     attempts = from_rank_0(attempts, groups)
     if not path:
         return RunState(

@@ -9,10 +9,11 @@ from collections import Counter
 
 from tba_megatron.buffer.sampler import Draw, Sampler, shard_rng
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.config import Config
+from tba_megatron.config import Config, SearcherData
 from tba_megatron.dist import Groups
 from tba_megatron.loss.base import Loss
 from tba_megatron.packing import Pack, pack
+from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.chief import Chief
 from tba_megatron.trainer.exchange import (
@@ -138,10 +139,12 @@ class TrainLoop:
         """This replica's microbatches: drawn by the global plan, moved to the replicas that train them, packed."""
         trainer = self._config.trainer
         packs, facts = None, None
-        if self._shard is not None:
-            draw = self._draw(self._shard, plan, notes)
-            if self._recorder is not None:
-                self._recorder.write(plan.step, draw.groups)
+        draw = self._draw(self._shard, plan, notes) if self._shard is not None else None
+        if isinstance(trainer.data, SearcherData) and trainer.data.record:
+            with AllOrNone("", self._groups.world):
+                if self._recorder is not None and draw is not None:
+                    self._recorder.write(plan.step, draw.groups)
+        if draw is not None:
             mine = exchange_groups(draw.groups, self._groups)
             multiple_of = self._groups.tp_size if trainer.sequence_parallel else 1
             packs = pack(mine, trainer.microbatch_tokens, multiple_of, reference_version=self._reference.version)

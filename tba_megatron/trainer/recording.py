@@ -7,9 +7,12 @@ reference.
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count, takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,22 +32,26 @@ class _Frame(msgspec.Struct, array_like=True):
     replicas: int  # files that hold a part of this step
     groups: bytes
 
+    @property
+    def decoded(self) -> list[TrainGroup]:
+        return decode_groups(self.groups)
+
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
 
 
 class Recorder:
     """Appends one replica's groups of each step. Steps from ``first_step`` on that are already there are cut off:
-    they belong to an attempt that was abandoned. CheckpointError when the file cannot be written."""
+    they belong to an attempt that was abandoned, which may have had more replicas. CheckpointError when a file cannot
+    be written."""
 
     def __init__(self, folder: Path, replica: int, replicas: int, first_step: int) -> None:
         self._path, self._replicas = _file(folder, replica), replicas
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            keep = max((end for step, _, end in _index(self._path) if step < first_step), default=0)
-            self._stream = self._path.open("r+b" if self._path.exists() else "w+b")
-            self._stream.truncate(keep)
-            self._stream.seek(keep)
+            for path in [self._path, *(_files(folder)[replicas:] if replica == 0 else [])]:
+                _cut(path, first_step)
+            self._stream = self._path.open("ab", buffering=0)
         except OSError as error:
             raise self._cannot_write(error) from None
 
@@ -52,9 +59,10 @@ class Recorder:
         payload = msgspec.msgpack.encode(
             _Frame(step=step, replicas=self._replicas, groups=encode_groups([_bare(group) for group in groups]))
         )
+        frame = _HEADER.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         try:
-            self._stream.write(_HEADER.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload)
-            self._stream.flush()
+            if self._stream.write(frame) < len(frame):  # the rest of a disk
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise self._cannot_write(error) from None
 
@@ -73,7 +81,7 @@ class Recording:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._paths = sorted(folder.glob("dp-*.groups"), key=lambda path: int(path.stem.removeprefix("dp-")))
+        self._paths = _files(folder)
         if not self._paths:
             raise CheckpointError(
                 f"{folder} holds no recording; give the folder that a run with trainer.data.record wrote"
@@ -88,26 +96,34 @@ class Recording:
 
     def groups(self, step: int) -> list[TrainGroup]:
         """The groups of ``step`` from all replicas, in the order of their files."""
-        groups: list[TrainGroup] = []
-        parts = wanted = 0
-        for path, frames in zip(self._paths, self._frames, strict=True):
-            if step in frames:
-                with path.open("rb") as stream:
-                    stream.seek(frames[step])
-                    frame = _read(stream)
-                assert frame is not None  # the index has seen it whole
-                groups += decode_groups(frame.groups)
-                parts, wanted = parts + 1, frame.replicas
-        if parts != wanted or not groups:
+        parts = [
+            _frame_at(path, frames[step])
+            for path, frames in zip(self._paths, self._frames, strict=True)
+            if step in frames
+        ]
+        wanted = sorted({frame.replicas for frame in parts})
+        if wanted != [len(parts)]:
+            of = " or ".join(map(str, wanted)) or "an unknown number of"
             raise CheckpointError(
-                f"{self._folder} has {parts} of the {wanted or 'unknown number of'} parts of step {step} (it holds "
-                f"{self.n_steps} steps); lower trainer.steps, or copy the folder again"
+                f"{self._folder} has {len(parts)} of {of} parts of step {step} (it holds {self.n_steps} whole steps); "
+                f"lower trainer.steps, or copy the folder again"
             )
-        return groups
+        return [group for frame in parts for group in frame.decoded]
 
 
 def _file(folder: Path, replica: int) -> Path:
     return folder / f"dp-{replica}.groups"
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of replica 0, 1, ... without a gap."""
+    return list(takewhile(Path.exists, (_file(folder, replica) for replica in count())))
+
+
+def _cut(path: Path, first_step: int) -> None:
+    """Leave the whole frames of steps before ``first_step``."""
+    if path.exists():
+        os.truncate(path, max((end for step, _, end in _index(path) if step < first_step), default=0))
 
 
 def _bare(group: TrainGroup) -> TrainGroup:
@@ -129,12 +145,25 @@ def _index(path: Path) -> list[tuple[int, int, int]]:
     return found
 
 
+def _frame_at(path: Path, start: int) -> _Frame:
+    with path.open("rb") as stream:
+        stream.seek(start)
+        frame = _read(stream)
+    if frame is None:
+        raise CheckpointError(f"{path} has changed while it was read; copy the recording elsewhere first")
+    return frame
+
+
 def _read(stream: BinaryIO) -> _Frame | None:
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
     size, checksum = _HEADER.unpack(header)
+    here = stream.tell()
+    if size > stream.seek(0, os.SEEK_END) - here:
+        return None
+    stream.seek(here)
     payload = stream.read(size)
-    if len(payload) < size or xxhash.xxh3_64_intdigest(payload) != checksum:
+    if xxhash.xxh3_64_intdigest(payload) != checksum:
         return None
     return _decoder.decode(payload)

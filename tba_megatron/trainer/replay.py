@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from tba_megatron.config import Config, RecordedData
 from tba_megatron.dist import Groups
-from tba_megatron.errors import CheckpointError
+from tba_megatron.errors import CheckpointError, TbaError
 from tba_megatron.loss.registry import make_loss
 from tba_megatron.metrics import MetricLog, open_metric_log
+from tba_megatron.models.architecture import ModelShape
 from tba_megatron.packing import Pack, pack
 from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.build import build_model, export_policy
@@ -39,7 +42,7 @@ def train_on_recording(config: Config, data: RecordedData, groups: Groups) -> in
         reference=model.reference if loss.needs_reference else None,
         loss=loss,
         head=model.head,
-        source=_Recorded(config, recording, groups, log, state.skipped_steps),
+        source=_Recorded(config, model.shape, recording, groups, log, state.skipped_steps),
         saving=Saving(
             writer=CheckpointWriter(folder / "checkpoints", groups, trainer.keep_checkpoints),
             every_steps=trainer.save_every_steps,
@@ -51,6 +54,8 @@ def train_on_recording(config: Config, data: RecordedData, groups: Groups) -> in
     stopped_by = loop.run(trainer.steps)
     if log is not None:
         log.close()
+    if trainer.steps and loop.state.skipped_steps == trainer.steps:
+        raise TbaError(f"all {trainer.steps} steps had a non-finite gradient; lower trainer.optimizer.learning_rate")
     complete = loop.state.step >= trainer.steps
     if complete:
         export_policy(config, model.policy.chunks, groups, folder / "hf")
@@ -69,8 +74,8 @@ def _open(config: Config, folder: Path) -> Recording:
     recording = Recording(folder)
     if recording.n_steps < config.trainer.steps:
         raise CheckpointError(
-            f"trainer.steps: {config.trainer.steps} is more than the {recording.n_steps} whole steps of {folder}; "
-            f"lower it"
+            f"trainer.steps: {config.trainer.steps} is more than the {recording.n_steps} whole steps of {folder} (what "
+            f"follows is missing or damaged); lower it, or copy the recording again"
         )
     return recording
 
@@ -89,8 +94,15 @@ class _Recorded:
     """A recording as the source of an offline loop. ``recording`` is given on DP leaders, ``log`` on rank 0."""
 
     def __init__(
-        self, config: Config, recording: Recording | None, groups: Groups, log: MetricLog | None, skipped: int
+        self,
+        config: Config,
+        shape: ModelShape,
+        recording: Recording | None,
+        groups: Groups,
+        log: MetricLog | None,
+        skipped: int,
     ) -> None:
+        self._vocab_size, self._max_length = shape.vocab_size, config.model.max_length
         self._trainer, self._recording, self._groups, self._log = config.trainer, recording, groups, log
         self._multiple_of = groups.tp_size if config.trainer.sequence_parallel else 1
         self._skipped = skipped
@@ -106,19 +118,38 @@ class _Recorded:
     def _packs(self, recording: Recording, step: int) -> list[Pack]:
         """This replica's share of what the recorded step was trained on."""
         recorded = recording.groups(step)
-        self._check(recorded, step)
+        for group in recorded:
+            self._check(group, step)
+        if len(recorded) != self._trainer.prompts_per_step:
+            raise CheckpointError(
+                f"step {step} of the recording has {len(recorded)} prompts; set trainer.prompts_per_step (now "
+                f"{self._trainer.prompts_per_step}) to that"
+            )
         replicas = assign_replicas([group.n_tokens for group in recorded], self._groups.dp_size)
         mine = [group for group, to in zip(recorded, replicas, strict=True) if to == self._groups.dp_rank]
         return pack(mine, self._trainer.microbatch_tokens, self._multiple_of)
 
-    def _check(self, recorded: list[TrainGroup], step: int) -> None:
-        wanted = (self._trainer.prompts_per_step, self._trainer.rollouts_per_prompt)
-        found = (len(recorded), sum(recorded[0].copies))
-        if found != wanted:
+    def _check(self, group: TrainGroup, step: int) -> None:
+        """CheckpointError for a group that this run's sizes or this model cannot train on."""
+        what, trainer = f"step {step} of the recording: prompt {group.prompt_id}", self._trainer
+        if sum(group.copies) != trainer.rollouts_per_prompt:
             raise CheckpointError(
-                f"step {step} of the recording has {found[0]} prompts of {found[1]} rollouts; set "
-                f"trainer.prompts_per_step (now {wanted[0]}) and trainer.rollouts_per_prompt (now {wanted[1]}) to that"
+                f"{what} has {sum(group.copies)} rollouts; set trainer.rollouts_per_prompt (now "
+                f"{trainer.rollouts_per_prompt}) to that"
             )
+        for rollout in group.rollouts:
+            tokens = np.concatenate([group.prompt_token_ids, rollout.token_ids])
+            outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+            if len(outside):
+                raise CheckpointError(
+                    f"{what} has token id {outside[0]}, but the model has {self._vocab_size}; was it recorded with "
+                    f"another model?"
+                )
+            if len(tokens) > self._max_length or not len(group.prompt_token_ids):
+                raise CheckpointError(
+                    f"{what} has {len(group.prompt_token_ids)} tokens, {len(tokens)} with a completion; a prompt needs "
+                    f"at least one, and model.max_length is {self._max_length}"
+                )
 
     def done(self, step: int, update: Update, seconds: float) -> None:
         self._skipped += update.skipped

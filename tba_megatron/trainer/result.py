@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from tba_megatron.errors import RunFolderError
+
 FILE = "result.json"
 
 
@@ -46,8 +48,10 @@ def write_result(folder: Path, result: RunResult) -> None:
 
 
 def read_result(folder: Path) -> RunResult | None:
-    """None where the trainer wrote none."""
+    """None where the trainer wrote none; RunFolderError when it is damaged."""
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=RunResult)
     except FileNotFoundError:
         return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunFolderError(f"{folder / FILE} cannot be read ({error}); remove it and start again") from None

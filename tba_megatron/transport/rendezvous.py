@@ -41,4 +41,12 @@ def read_rendezvous(folder: Path) -> Rendezvous | None:
 
 
 def remove_rendezvous(folder: Path) -> None:
+    """Whoever wrote it."""
     (folder / FILE).unlink(missing_ok=True)
+
+
+def withdraw_rendezvous(folder: Path, token: str) -> None:
+    """Remove the file unless another trainer has put its own there by now."""
+    found = read_rendezvous(folder)
+    if found is not None and found.token == token:
+        remove_rendezvous(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -209,7 +210,8 @@ def test_a_recording_trains_the_same_at_other_parallel_sizes(model, recording, t
     ("trainer", "words"),
     [
         ({"steps": 21}, "trainer.steps: 21 is more than the 20 whole steps of"),
-        ({"rollouts_per_prompt": 8}, "has 4 prompts of 6 rollouts; set trainer.prompts_per_step (now 4)"),
+        ({"rollouts_per_prompt": 8}, "prompt p0 has 6 rollouts; set trainer.rollouts_per_prompt (now 8) to that"),
+        ({"prompts_per_step": 2}, "has 4 prompts; set trainer.prompts_per_step (now 2) to that"),
     ],
 )
 def test_a_recording_that_does_not_fit_is_one_line_on_every_rank(trainer, words, model, recording, tmp_path):
@@ -222,3 +224,31 @@ def test_a_recording_that_does_not_fit_is_one_line_on_every_rank(trainer, words,
 
     for message in run_ranks(body, pp=2):
         assert words in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"vocab": 500}, "; was it recorded with another model?"),
+        ({"prompt_length": 40}, "40 tokens, 4"),
+        ({"prompt_length": 0}, "has 0 tokens"),
+    ],
+)
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}], ids=str)
+def test_a_recording_that_this_model_cannot_train_on_is_one_line(sizes, group, words, model, tmp_path):
+    groups = tiny.train_groups(4, seed=1, vocab=group.get("vocab", 18))
+    if "prompt_length" in group:
+        prompt = np.full(group["prompt_length"], 3, np.int32)
+        groups = [dataclasses.replace(g, prompt_token_ids=prompt) for g in groups]
+    recorder = Recorder(tmp_path / "recording", 0, 1, 1)
+    recorder.write(1, groups)
+    recorder.close()
+    made = replay_config(tmp_path / "run", model, tmp_path / "recording", sizes, steps=1)
+
+    def body(groups):
+        with pytest.raises(CheckpointError) as caught:
+            replay(groups, made)
+        return str(caught.value)
+
+    for message in run_ranks(body, **sizes):
+        assert message.startswith("step 1 of the recording: prompt p") and words in message and "\n" not in message

@@ -14,6 +14,7 @@ from launching import (
     ledger_gap,
     outcome,
     processes_of,
+    records,
     started,
     steps,
     summary_of,
@@ -67,6 +68,29 @@ def test_a_signal_in_the_warm_start_is_no_failure(tmp_path):
     assert "stopped by SIGTERM; start again to resume" in output
     assert "Traceback" not in output
     assert processes_of(tmp_path) == []
+
+
+def test_a_warm_start_that_is_stopped_goes_on_where_it_was(tmp_path):
+    long = ("sft.steps=400", "sft.batch_size=8", "sft.held_out=0", "trainer.steps=2", "evaluation.problems=0")
+    with started(tmp_path, FAKE, *long) as process:
+        eventually(lambda: max(records(tmp_path, "sft/nll", "sft-log"), default=0) >= 5, process)
+        process.send_signal(signal.SIGINT)
+        code, output = outcome(process)
+    assert code == 128 + signal.SIGINT, output
+    assert "stopped by SIGINT; start again to resume" in output
+    (saved,) = (tmp_path / "sft-checkpoints").iterdir()
+    done = tba("launch", tmp_path, FAKE, *long)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"resumed at step {int(saved.name.removeprefix('step-'))}" in (tmp_path / "logs" / "sft-0.log").read_text()
+    assert list(records(tmp_path, "sft/nll", "sft-log")) == list(range(1, 401))
+
+
+def test_a_run_resumes_at_other_parallel_sizes(tmp_path):
+    settings = (*SETTINGS, "trainer.save_every_steps=3")
+    for last, sizes in ((6, ()), (12, ("trainer.data_parallel=2",)), (18, ("trainer.tensor_parallel=2",))):
+        done = tba("launch", tmp_path, *settings, *sizes, f"trainer.steps={last}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_whole(tmp_path, 18, attempt=2)
 
 
 def test_a_trainer_that_is_killed_is_reported_and_the_newest_checkpoint_is_resumed(tmp_path):

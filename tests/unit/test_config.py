@@ -224,6 +224,7 @@ def test_a_run_may_go_on_with_other_parallel_sizes(file, tmp_path):
             "trainer.microbatch_tokens: 100 cannot hold one sequence of model.max_length",
         ),
         (["trainer.virtual_pipeline=2"], "trainer.virtual_pipeline: 2 needs at least two pipeline stages"),
+        (["sft.batch_size=1", "sft.steps=1", "trainer.data_parallel=2"], "sft.batch_size: 1 leaves some of the"),
     ],
 )
 def test_sizes_that_contradict_each_other_are_one_line(overrides, words, file):

@@ -79,6 +79,12 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path):
     assert {prompt for step in range(1, 20) for prompt, _ in texts(made.batch(step))} <= {f"{i}+1=" for i in range(9)}
 
 
+def test_what_the_tokenizer_cannot_write_is_counted(tmp_path):
+    rows = [*ROWS[:3], {"prompt": "é1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": "\U0001f600"}]
+    assert stream(write(tmp_path / "d.jsonl", rows)).altered == 2
+    assert stream(write(tmp_path / "d.jsonl")).altered == 0
+
+
 def test_lines_end_at_line_feeds_alone_and_empty_ones_are_passed_over(tmp_path):
     rows = ['{"prompt": "1+1=", "completion": "2"}', "", '{"prompt": "2+1=", "completion": "3", "note": "\u2028"}']
     made = stream(write(tmp_path / "d.jsonl", rows), batch_size=2)
@@ -93,6 +99,8 @@ def test_lines_end_at_line_feeds_alone_and_empty_ones_are_passed_over(tmp_path):
         ('{"prompt": "1+1="}', ":2: needs the texts 'prompt' and 'completion'"),
         ('{"prompt": "1+1=", "completion": 2}', ":2: needs the texts 'prompt' and 'completion'"),
         ('{"prompt": "", "completion": "2"}', ":2: the prompt has no tokens; give it at least one"),
+        ('{"prompt": "\\ud800", "completion": "2"}', ":2: holds half of a surrogate pair"),
+        ("[" * 100_000, ":2: not JSON (maximum recursion depth"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(line, words, tmp_path):

@@ -164,3 +164,10 @@ def test_the_seeds_benchmark_reports_gains_and_the_ledgers_gap(config):
     assert [r["ledger_gap"] for r in rows] == [0, 0, None]
     assert gains(rows) == {"median_gain": pytest.approx(0.225), "min_gain": pytest.approx(0.1)}
     assert gains(rows[2:]) == {"median_gain": None, "min_gain": None}
+
+
+@pytest.mark.parametrize("content", [b"", b'{"complete": tr', b"[1]"])
+def test_a_damaged_result_is_one_line(content, tmp_path):
+    (tmp_path / "result.json").write_bytes(content)
+    with pytest.raises(RunFolderError, match=r"result\.json cannot be read .*; remove it and start again"):
+        read_result(tmp_path)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tba_megatron.config import MetricsConfig
+from tba_megatron.errors import RunFolderError
 from tba_megatron.metrics import JsonlWriter, MetricLog, console_writer, markdown_table, open_metric_log
 
 
@@ -58,6 +59,14 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path):
     log.log(1, {"a/b": 1.0})
     assert len(records(tmp_path / "m.jsonl")) == 1
     log.close()
+
+
+def test_a_full_disk_under_the_log_is_one_line(tmp_path):
+    writer = JsonlWriter(tmp_path / "m.jsonl", 0)
+    writer._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115 (never written to)
+    log = MetricLog([writer])
+    with pytest.raises(RunFolderError, match=r"^/dev/full cannot be written \(No space left on device\); make room$"):
+        log.log(1, {"a/b": 1.0})
 
 
 def test_a_resumed_attempt_cuts_off_what_the_former_one_wrote_from_its_first_step_on(tmp_path):

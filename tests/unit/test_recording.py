@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from dataclasses import replace
 
 import pytest
 import tiny
+from ranks import run_ranks
 
 from tba_megatron.errors import CheckpointError
 from tba_megatron.trainer.exchange import encode_groups
@@ -59,6 +62,44 @@ def test_a_resumed_run_records_over_the_steps_of_the_branch_that_was_abandoned(t
     assert recorded(tmp_path, 3) == encode_groups(STEPS[5])
 
 
+def test_a_run_that_goes_on_with_fewer_replicas_leaves_nothing_of_the_abandoned_steps(tmp_path):
+    for replica in range(3):
+        record(tmp_path, [1, 2, 3], replica=replica, replicas=3)
+    record(tmp_path, [2, 3], first_step=2)
+    assert recorded(tmp_path, 1) == encode_groups(STEPS[1] * 3)
+    assert [recorded(tmp_path, step) for step in (2, 3)] == [encode_groups(STEPS[step]) for step in (2, 3)]
+
+
+def test_parts_that_disagree_about_how_many_there_are_are_one_line(tmp_path):
+    record(tmp_path, [1], replica=0, replicas=1)
+    record(tmp_path, [1], replica=1, replicas=2)
+    with pytest.raises(CheckpointError, match="has 2 of 1 or 2 parts of step 1"):
+        Recording(tmp_path).groups(1)
+
+
+def test_a_header_that_promises_more_than_there_is_ends_the_recording(tmp_path):
+    record(tmp_path, [1])
+    with (tmp_path / "dp-0.groups").open("ab") as stream:
+        stream.write((2**62).to_bytes(8, "little") * 2)
+    (tmp_path / "dp-x.groups").write_text("nobody wrote this")
+    assert Recording(tmp_path).n_steps == 1
+
+
+def test_a_full_disk_is_one_line_and_leaves_a_recording_that_can_be_read(tmp_path):
+    def body(groups):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with pytest.raises(CheckpointError, match=r"dp-0\.groups cannot be written \(") as caught:
+            record(tmp_path, STEPS)
+        return str(caught.value)
+
+    (message,) = run_ranks(body)
+    assert "\n" not in message
+    n_steps = Recording(tmp_path).n_steps
+    assert 0 < n_steps < 5
+    assert recorded(tmp_path, n_steps) == encode_groups(STEPS[n_steps])
+
+
 @pytest.mark.parametrize("cut", [1, 20])
 def test_a_tail_that_a_crash_cut_short_is_left_out_and_written_over(cut, tmp_path):
     record(tmp_path, [1, 2])
@@ -82,7 +123,7 @@ def test_a_flipped_bit_ends_the_recording_there(tmp_path):
 def test_a_missing_part_or_step_is_one_line(tmp_path):
     record(tmp_path, [1, 2], replica=0, replicas=2)
     record(tmp_path, [1], replica=1, replicas=2)
-    for step, words in ((2, "has 1 of the 2 parts of step 2"), (7, "of step 7 (it holds 2 steps)")):
+    for step, words in ((2, "has 1 of 2 parts of step 2"), (7, "of step 7 (it holds 2 whole steps)")):
         with pytest.raises(CheckpointError) as caught:
             Recording(tmp_path).groups(step)
         assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -157,16 +157,34 @@ def test_a_signal_goes_to_vital_roles_which_may_finish(tmp_path, number):
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
-def test_a_role_that_cannot_handle_the_signal_yet_is_no_failure(tmp_path):
+@pytest.mark.parametrize(
+    "script",
+    ["echo ready >> {0}/ready; exec sleep 60", "trap 'exit 143' TERM; echo ready >> {0}/ready; while :; do :; done"],
+    ids=["cannot handle it yet", "saved and says so"],
+)
+def test_a_role_that_a_signal_stopped_is_no_failure(script, tmp_path):
     def interrupt():
-        eventually(lambda: pids(tmp_path))
+        eventually(lambda: (tmp_path / "ready").exists() and pids(tmp_path))
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    assert supervise([shell(tmp_path, "sft-0", "exec sleep 60")]).signal == signal.SIGTERM
+    assert supervise([shell(tmp_path, "sft-0", script.format(tmp_path))]).signal == signal.SIGTERM
     thread.join()
     assert not any(alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_role_that_fails_after_a_signal_is_reported(tmp_path):
+    def interrupt():
+        eventually(lambda: (tmp_path / "ready").exists())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    script = f"trap 'exit 1' TERM; echo ready >> {tmp_path}/ready; while :; do :; done"
+    with pytest.raises(RoleFailedError, match="ended with exit code 1"):
+        supervise([shell(tmp_path, "train-0", script)])
+    thread.join()
 
 
 def launcher(folder):
