@@ -19,7 +19,7 @@ from tba_megatron.models.registry import read_model
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.export_hf import export_hf
-from tba_megatron.trainer.load_hf import load_hf
+from tba_megatron.trainer.load_hf import load_hf, read_headers
 from tba_megatron.trainer.model import Policy, build_chunks, build_policy
 from tba_megatron.trainer.reference import Reference
 from tba_megatron.trainer.step import HeadSettings
@@ -54,10 +54,16 @@ def build_model(config: Config, groups: Groups) -> Model:
 
 
 def read_model_together(config: Config, folder: Path, groups: Groups) -> tuple[Architecture, ModelShape]:
-    """``read_model`` on every rank, or its error on every rank; a collective over the world."""
+    """``read_model`` on every rank, or its error on every rank; a collective over the world.
+
+    Rank 0 holds the headers of the weights, where there are any, against config.json: a wrong size must not first
+    build a model that fills the memory.
+    """
     with AllOrNone("", groups.world, raised=ModelError):
         architecture, shape = read_model(folder)
         check_length(shape, config.model.max_length)
+        if groups.rank == 0 and (folder != config.model.path or config.model.init == "pretrained"):
+            read_headers(folder, architecture, shape)
         return architecture, shape
 
 

@@ -13,7 +13,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from tba_megatron.dist import Groups
-from tba_megatron.errors import ModelError
+from tba_megatron.errors import ModelError, shown
 from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.models.hf_folder import HfTensors, Stored, list_tensors
 from tba_megatron.models.layouts import Rule, Source
@@ -68,8 +68,7 @@ def load_hf(
     found: tuple[dict[str, Stored], tuple[str, ...]] | None = None
     with AllOrNone("", groups.world, raised=ModelError):
         if groups.rank == 0:
-            found = _canonical(list_tensors(folder), architecture)
-            _check(found[0], architecture, shape, folder)
+            found = read_headers(folder, architecture, shape)
     stored, ignored = from_rank_0(found, groups)
     with AllOrNone("", groups.world, raised=ModelError), HfTensors(stored) as tensors:
         _fill(chunks, architecture, shape, tensors, groups)
@@ -77,6 +76,18 @@ def load_hf(
         if shape.tied and groups.is_last_stage and groups.dp_rank == 0:
             _compare_heads(heads, architecture, shape, tensors, next(chunks[-1].parameters()).dtype, groups)
     return _report(chunks, architecture, shape, groups, source=str(folder), initialised=False, ignored=ignored)
+
+
+def read_headers(
+    folder: Path, architecture: Architecture, shape: ModelShape
+) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    """Where each tensor of the rules lies, and what the folder holds beside them; no data is read.
+
+    ModelError unless the folder is exactly this model, as far as headers tell.
+    """
+    stored, ignored = _canonical(list_tensors(folder), architecture)
+    _check(stored, architecture, shape, folder)
+    return stored, ignored
 
 
 def load_random(
@@ -116,7 +127,8 @@ def _canonical(stored: Mapping[str, Stored], architecture: Architecture) -> tupl
         if known_as is None:
             ignored.append(name)
         elif known_as in weights:
-            raise ModelError(f"{found.path}: {name} and {weights[known_as].name} are one weight; remove one of them")
+            both = f"{shown(name)} and {shown(weights[known_as].name)}"
+            raise ModelError(f"{found.path}: {both} are one weight; remove one of them")
         else:
             weights[known_as] = found
     return weights, tuple(ignored)
@@ -144,7 +156,7 @@ def _check(stored: Mapping[str, Stored], architecture: Architecture, shape: Mode
         name = wrong[0]
         more = f" (and {len(wrong) - 1} more tensors do not fit)" if len(wrong) > 1 else ""
         raise ModelError(
-            f"{stored[name].path}: {name} has the shape {stored[name].shape}, but config.json asks for "
+            f"{stored[name].path}: {name} has the shape {shown(stored[name].shape)}, but config.json asks for "
             f"{shapes[name]}{more}; the weights must be those of config.json"
         )
 
@@ -254,4 +266,4 @@ def _report(
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    return ", ".join(shown(name) for name in names[:NAMED]) + more

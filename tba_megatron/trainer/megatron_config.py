@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -18,7 +18,22 @@ from tba_megatron.errors import ConfigError
 from tba_megatron.models.architecture import Activation, ModelShape
 from tba_megatron.models.layer_spec import apex_accumulates_gradients
 
-# Fields of TransformerConfig that would switch on what this trainer cannot do; refused whatever their value.
+# What ``trainer.megatron_extra`` may set: layout and memory, never what is computed, which is config.json's alone.
+_COUNT = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1, "a whole number of at least 1")
+_FLAG = (lambda v: isinstance(v, bool), "true or false")
+_NAMES = (lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v), "a list of names")
+_LAYOUT = (lambda v: isinstance(v, str | list), "a text or a list, as Megatron's documentation has it")
+EXTRA: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_layers_in_first_pipeline_stage": _COUNT,
+    "num_layers_in_last_pipeline_stage": _COUNT,
+    "pipeline_model_parallel_layout": _LAYOUT,
+    "account_for_embedding_in_pipeline_split": _FLAG,
+    "account_for_loss_in_pipeline_split": _FLAG,
+    "recompute_modules": _NAMES,  # with trainer.recompute selective
+    "recompute_num_layers": _COUNT,  # with trainer.recompute full
+    "distribute_saved_activations": _FLAG,
+}
+# Better words for what is asked for most.
 REFUSED = {
     "num_moe_experts": "mixture of experts",
     "moe_layer_freq": "mixture of experts",
@@ -40,9 +55,11 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
+_NEEDS = {"recompute_modules": "selective", "recompute_num_layers": "full", "distribute_saved_activations": "full"}
+
 
 def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> TransformerConfig:
-    """Megatron's TransformerConfig; ConfigError for a ``megatron_extra`` key that it does not have."""
+    """Megatron's TransformerConfig; ConfigError for what ``megatron_extra`` may not set, and sizes that do not fit."""
     dtype = DTYPES[trainer.dtype]
     fields: dict[str, Any] = {
         "num_layers": shape.num_layers,
@@ -83,22 +100,32 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
         "persist_layer_norm": False,
         "deallocate_pipeline_outputs": True,
         "finalize_model_grads_func": finalize_model_grads,
-        **_RECOMPUTE[trainer.recompute],
     }
     _check_shape(shape, trainer)
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
-    problems = [
-        f"trainer.megatron_extra.{name}: "
-        + (
-            f"{REFUSED[name]} is not supported; remove it"
-            if name in REFUSED
-            else "is set by another part of the configuration"
-            if name in fields
-            else "unknown to TransformerConfig"
-        )
-        for name in trainer.megatron_extra
-        if name in REFUSED or name in fields or name not in known
-    ]
+    _check_extra(shape, trainer)
+    fields |= {**_RECOMPUTE[trainer.recompute], **trainer.megatron_extra}
+    try:
+        config = TransformerConfig(**fields)
+        _check_stages(config, shape, trainer)
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        extra = ", ".join(f"{name}: {value}" for name, value in trainer.megatron_extra.items()) or "nothing"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError([f"trainer.megatron_extra: Megatron refuses {{{extra}}}: {reason}"]) from None
+    return config
+
+
+def _check_extra(shape: ModelShape, trainer: TrainerConfig) -> None:
+    problems = []
+    for name, value in trainer.megatron_extra.items():
+        key = f"trainer.megatron_extra.{name}"
+        if name in REFUSED:
+            problems.append(f"{key}: {REFUSED[name]} is not supported; remove it")
+        elif name not in EXTRA:
+            problems.append(f"{key}: may not be set; allowed are {', '.join(EXTRA)}, which leave the model as it is")
+        elif not EXTRA[name][0](value):
+            problems.append(f"{key}: {value!r} is not {EXTRA[name][1]}")
+        elif name in _NEEDS and trainer.recompute != _NEEDS[name]:
+            problems.append(f"{key}: has no effect with trainer.recompute {trainer.recompute}; set {_NEEDS[name]}")
     if shape.linear_bias and "mlp" in trainer.megatron_extra.get("recompute_modules", ()):
         # The bias that the MLP hands on becomes an output of the checkpoint, whose backward calls itself (0.16.1).
         problems.append(
@@ -107,7 +134,17 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
         )
     if problems:
         raise ConfigError(problems)
-    return TransformerConfig(**fields, **trainer.megatron_extra)
+
+
+def _check_stages(config: TransformerConfig, shape: ModelShape, trainer: TrainerConfig) -> None:
+    """ValueError unless the stages hold all layers between them, and none is without."""
+    chunks = range(trainer.virtual_pipeline)
+    stages = [
+        sum(get_num_layers_to_build(config, chunk if len(chunks) > 1 else None, rank) for chunk in chunks)
+        for rank in range(trainer.pipeline_parallel)
+    ]
+    if sum(stages) != shape.num_layers or min(stages) < 1:
+        raise ValueError(f"the stages would hold {stages} of {shape.num_layers} layers")
 
 
 def _check_shape(shape: ModelShape, trainer: TrainerConfig) -> None:

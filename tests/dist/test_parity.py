@@ -183,9 +183,7 @@ def test_bfloat16_keeps_masters_and_gradients_in_float32(kind, layout, folders, 
 
 
 def test_megatrons_recomputation_of_an_mlp_with_biases_is_refused(folders):
-    trainer = tiny.trainer_config(
-        megatron_extra={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
-    )
+    trainer = tiny.trainer_config(recompute="selective", megatron_extra={"recompute_modules": ["core_attn", "mlp"]})
     transformer_config(read_model(folders["qwen2_tied"][0])[1], trainer)
     with pytest.raises(ConfigError) as caught:
         transformer_config(read_model(folders["gpt2_tied"][0])[1], trainer)
@@ -285,14 +283,51 @@ def test_a_wrong_world_size_is_one_line_with_both_numbers():
     assert "has 1 ranks (torchrun)" in message and "2 x 2 x 1 = 4" in message
 
 
+COMPUTATION = (
+    "softmax_scale",
+    "rotary_interleaved",
+    "glu_linear_offset",
+    "no_rope_freq",
+    "multi_latent_attention",
+    "calculate_per_token_loss",
+    "window_size",
+    "fp16",
+    "init_method",
+)
+
+
 @pytest.mark.parametrize(
     ("sizes", "extra", "words"),
     [
         ({"tp": 4}, {}, "trainer.tensor_parallel: 4 does not divide num_key_value_heads = 2"),
         ({"pp": 3}, {}, "trainer.pipeline_parallel: 3 does not divide num_hidden_layers = 2"),
-        ({}, {"no_such_field": 1}, "trainer.megatron_extra.no_such_field: unknown to TransformerConfig"),
-        ({}, {"hidden_size": 64}, "trainer.megatron_extra.hidden_size: is set by another part"),
+        (
+            {},
+            {"no_such_field": 1},
+            "megatron_extra.no_such_field: may not be set; allowed are num_layers_in_",
+        ),
+        ({}, {"hidden_size": 64}, "trainer.megatron_extra.hidden_size: may not be set"),
         ({}, {"num_moe_experts": 4}, "trainer.megatron_extra.num_moe_experts: mixture of experts is not supported"),
+        # The model is that of config.json, and its export does not know of these.
+        *(({}, {name: True}, f"trainer.megatron_extra.{name}: may not be set") for name in COMPUTATION),
+        ({"pp": 2}, {"num_layers_in_first_pipeline_stage": 0}, "_stage: 0 is not a whole number of at least 1"),
+        (
+            {"pp": 2},
+            {"num_layers_in_first_pipeline_stage": 2},
+            "Megatron refuses {num_layers_in_first_pip",
+        ),
+        (
+            {"pp": 2},
+            {"num_layers_in_last_pipeline_stage": 7},
+            "Megatron refuses {num_layers_in_last_pip",
+        ),
+        (
+            {"pp": 2},
+            {"pipeline_model_parallel_layout": "garbage"},
+            "Megatron refuses {pipeline_model_",
+        ),
+        ({}, {"recompute_modules": ["core_attn"]}, "has no effect with trainer.recompute none; set selective"),
+        ({}, {"recompute_num_layers": True}, "recompute_num_layers: True is not a whole number of at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_the_model_are_one_line(sizes, extra, words, folders):
