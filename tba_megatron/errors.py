@@ -4,6 +4,20 @@ The console script prints the message of a ``TbaError`` without a traceback and 
 other exception is a fault of this project and keeps its traceback.
 """
 
+from reprlib import repr as short
+
+
+def shown(value: object, most: int = 80) -> str:
+    """What a file or a peer calls something, fit for one line: at most ``most`` characters, all of them printable.
+
+    The middle of a longer text is left out, since names that differ mostly do so at one of their ends.
+    """
+    text = value if isinstance(value, str) else short(value)
+    if not text.isprintable():
+        text = repr(text)[1:-1]
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
 
 class TbaError(Exception):
     """Something went wrong that the user can understand and act on."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from tba_megatron.errors import ModelError
+from tba_megatron.errors import ModelError, shown
 from tba_megatron.models.layouts import Layout, Replicated, Rule
 from tba_megatron.models.rotary import Rotary
+from tba_megatron.models.settings import read_object
 
 # Rows of the vocabulary are padded to a multiple of this on each tensor-parallel rank: GEMMs like it, and the split
 # comes out even for every vocabulary.
@@ -67,6 +67,8 @@ class Architecture(Protocol):
     """One file each. ``read`` raises ModelError for what it does not support; it never ignores a setting."""
 
     name: str
+    model_type: str
+    """What transformers' auto classes choose a model by."""
     residual_projections: tuple[str, ...]
     """How the names of the weights end that write into the residual stream; random ones start smaller."""
 
@@ -87,21 +89,21 @@ def read_shape(folder: Path, table: Mapping[str, Architecture]) -> tuple[Archite
     """The architecture and shape that ``folder``/config.json names; ModelError when it cannot be used."""
     path = folder / "config.json"
     try:
-        hf_config = json.loads(path.read_text(encoding="utf-8"))
+        hf_config = read_object(path)
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; model.path must be a Hugging Face folder") from None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from None
-    if not isinstance(hf_config, dict):
-        raise ModelError(f"{path} is not a JSON object")
     names = hf_config.get("architectures") or ["(none)"]
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in table:
-        raise ModelError(f"{path}: architecture {name} is not supported; known are {', '.join(sorted(table))}")
+        raise ModelError(f"{path}: architecture {shown(name)} is not supported; known are {', '.join(sorted(table))}")
+    architecture, model_type = table[name], hf_config.get("model_type")
+    if model_type is not None and model_type != architecture.model_type:
+        raise ModelError(
+            f"{path}: model_type {shown(model_type)} contradicts the architecture {name}, whose own is "
+            f"{architecture.model_type}; other loaders go by model_type, so make the two agree"
+        )
     try:
-        return table[name], table[name].read(hf_config)
+        return architecture, architecture.read(hf_config)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
 

@@ -12,7 +12,7 @@ from tba_megatron.models.settings import Settings
 
 
 class GatedDecoder:
-    """Implements ``Architecture`` but for its ``name`` and ``read``."""
+    """Implements ``Architecture`` but for its ``name``, ``model_type`` and ``read``."""
 
     residual_projections: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")
 
@@ -79,6 +79,15 @@ def head_size_of(settings: Settings) -> int:
         return settings.size("head_dim")
     heads = settings.size("num_attention_heads")
     return settings.whole("hidden_size", settings.size("hidden_size"), "num_attention_heads", heads)
+
+
+def qwen_kv_heads(settings: Settings) -> int:
+    """``num_key_value_heads``, or with null as many as queries have (transformers 5, Qwen2Config and Qwen3Config).
+
+    It may not be absent: transformers' default is 32 then, which fits no small model.
+    """
+    null = settings.is_null("num_key_value_heads")
+    return settings.size("num_attention_heads" if null else "num_key_value_heads")
 
 
 def gated_decoder_rules(shape: ModelShape, tensor_parallel: int) -> list[Rule]:

@@ -16,13 +16,23 @@ _PREFIX = "transformer."
 # Attention scores that are scaled or computed differently in each layer; no code here does.
 _REFUSED = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
 
+# GPT2Config.attribute_map (transformers 5): each setting may come under either name.
+_OTHER_NAMES = {
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+
 
 class Gpt2:
     name = "GPT2LMHeadModel"
+    model_type = "gpt2"
     residual_projections: tuple[str, ...] = ("c_proj.weight",)
 
     def read(self, hf_config: Mapping[str, Any]) -> ModelShape:
         s = Settings(hf_config, self.name)
+        s.join_names(_OTHER_NAMES)
         names = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
         s.require(*names)
         layers, hidden, heads, positions, vocab = (s.size(name) for name in names)

@@ -27,6 +27,7 @@ _LINEARS = (
 
 class GptNeox:
     name = "GPTNeoXForCausalLM"
+    model_type = "gpt_neox"
     residual_projections: tuple[str, ...] = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
     def read(self, hf_config: Mapping[str, Any]) -> ModelShape:
@@ -38,6 +39,11 @@ class GptNeox:
             # Megatron (0.16.1) has no MLP with biases beside an attention without.
             raise s.error("attention_bias false is not supported")
         head_size = s.whole("hidden_size", hidden, "num_attention_heads", heads)
+        if s.get("head_dim") is not None and s.size("head_dim") != head_size:
+            # transformers (5) rotates by head_dim, but cuts the heads by hidden_size / num_attention_heads.
+            raise s.error(
+                f"head_dim {s.size('head_dim')} is not hidden_size / num_attention_heads, {head_size}; remove head_dim"
+            )
         max_positions = s.size("max_position_embeddings")
         return ModelShape(
             architecture=self.name,

@@ -49,7 +49,12 @@ def file_names(n_files: int) -> list[str]:
 
 
 def begin_folder(partial: Path, template: Path, dtype: str) -> None:
-    """An empty ``partial`` with the companions of ``template``; config.json differs from it in the dtype alone."""
+    """An empty ``partial`` with the companions of ``template``; config.json differs from it in the dtype alone.
+
+    ``partial`` is .NAME.partial beside the folder NAME that ``finish_folder`` makes of it. A folder that an attempt
+    killed halfway has left without its name gets it back first: here, so that whatever fails later leaves it there.
+    """
+    _recover(partial.with_name(partial.stem.removeprefix(".")))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name in COMPANIONS:
@@ -82,7 +87,8 @@ def finish_folder(partial: Path, folder: Path, files: Mapping[str, PlannedFile])
         weight_map = {tensor: name for name, planned in files.items() for tensor in planned.names}
         index = {"metadata": {"total_size": sum(f.nbytes for f in files.values())}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    before = folder.with_name(f".{folder.name}.before")
+    _recover(folder)
+    before = _before(folder)
     shutil.rmtree(before, ignore_errors=True)
     if folder.exists():
         folder.rename(before)
@@ -93,3 +99,15 @@ def finish_folder(partial: Path, folder: Path, files: Mapping[str, PlannedFile])
             before.rename(folder)
         raise
     shutil.rmtree(before, ignore_errors=True)
+
+
+def _before(folder: Path) -> Path:
+    """The name of what was there, while the new folder takes its name: no rename replaces a folder that holds files."""
+    return folder.with_name(f".{folder.name}.before")
+
+
+def _recover(folder: Path) -> None:
+    """Give ``folder`` its name back where a process died between the two renames of ``finish_folder``."""
+    before = _before(folder)
+    if before.exists() and not folder.exists():
+        before.rename(folder)

@@ -12,6 +12,7 @@ from tba_megatron.models.settings import Settings
 
 class Llama(GatedDecoder):
     name = "LlamaForCausalLM"
+    model_type = "llama"
 
     def read(self, hf_config: Mapping[str, Any]) -> ModelShape:
         settings = Settings(hf_config, self.name)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tba_megatron.models.architecture import ModelShape
-from tba_megatron.models.gated_decoder import GatedDecoder, gated_decoder_shape
+from tba_megatron.models.gated_decoder import GatedDecoder, gated_decoder_shape, qwen_kv_heads
 from tba_megatron.models.settings import Settings
 
 
 class Qwen3(GatedDecoder):
     name = "Qwen3ForCausalLM"
+    model_type = "qwen3"
 
     def read(self, hf_config: Mapping[str, Any]) -> ModelShape:
         settings = Settings(hf_config, self.name)
@@ -20,7 +21,7 @@ class Qwen3(GatedDecoder):
             raise settings.error("attention_bias is not supported")
         return gated_decoder_shape(
             settings,
-            kv_heads=settings.size("num_key_value_heads"),
+            kv_heads=qwen_kv_heads(settings),
             head_size=settings.size("head_dim", 128),
             qk_norm=True,
         )

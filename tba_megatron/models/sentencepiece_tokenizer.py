@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import sentencepiece
@@ -15,6 +16,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, decoders, models
 
 from tba_megatron.errors import ModelError
+from tba_megatron.models.settings import read_file
 from tba_megatron.models.tokenizer_files import TokenizerFiles
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # What sentencepiece writes for a space.
@@ -39,7 +41,7 @@ class SentencePieceTokenizer:
         model = _read_model(path)
         _check_class(path, files)
         eos = model.trainer_spec.eos_id
-        self.default_eos_token: str | None = model.pieces[eos].piece if eos >= 0 else None
+        self.default_eos_token: str | None = model.pieces[eos].piece if 0 <= eos < len(model.pieces) else None
         prefix = files.settings.get("add_prefix_space")
         self._prefix = bool(model.normalizer_spec.add_dummy_prefix if prefix is None else prefix)
         self._legacy = bool(files.settings.get("legacy", False))
@@ -91,10 +93,10 @@ class SentencePieceTokenizer:
 
 def _read_model(path: Path) -> Any:
     """The ModelProto of a BPE model."""
+    data = read_file(path)
     try:
-        data = path.read_bytes()
         sentencepiece.SentencePieceProcessor().load_from_serialized_proto(data)
-    except (OSError, RuntimeError):
+    except RuntimeError:
         raise ModelError(
             f"{path}: not a sentencepiece model; copy it again, or save the model's tokenizer as tokenizer.json"
         ) from None
@@ -112,8 +114,8 @@ def _check_class(path: Path, files: TokenizerFiles) -> None:
     name = files.settings.get("tokenizer_class")
     if name is not None and name not in _CLASSES:
         raise ModelError(
-            f"{path.with_name('tokenizer_config.json')}: tokenizer_class {name!r} with a bare {path.name}, which is"
-            " read for LlamaTokenizer alone; save the model's tokenizer as tokenizer.json"
+            f"{path.with_name('tokenizer_config.json')}: tokenizer_class {short(name)} with a bare {path.name}, which"
+            " is read for LlamaTokenizer alone; save the model's tokenizer as tokenizer.json"
         )
 
 
@@ -137,8 +139,8 @@ def _all_ids(model: Any, files: TokenizerFiles, added: Iterable[str]) -> dict[st
     for i, token in files.declared.items():
         if ids.get(token.content, i) != i:
             raise ModelError(
-                f"{files.declared_in}: the added token {token.content!r} has the id {i}, but tokenizer.model gives it"
-                f" {ids[token.content]}; take both files from the same model"
+                f"{files.declared_in}: the added token {short(token.content)} has the id {i}, but tokenizer.model gives"
+                f" it {ids[token.content]}; take both files from the same model"
             )
         if i < len(model.pieces):  # A place kept free in the model, under another name.
             ids.pop(model.pieces[i].piece, None)

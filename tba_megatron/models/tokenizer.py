@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as short
 from typing import Protocol
 
 import numpy as np
 import tokenizers
 
-from tba_megatron.errors import ModelError
+from tba_megatron.errors import ModelError, shown
 from tba_megatron.models.tokenizer_files import TokenizerFiles, read_json, read_tokenizer_files
 from tba_megatron.types import TokenIds
 
@@ -45,6 +46,8 @@ class HfTokenizer:
         folder = Path(folder)
         files = read_tokenizer_files(folder)
         path, self._backend = _read_backend(folder, files)
+        if not self._backend.ids:
+            raise ModelError(f"{path}: not a tokenizer, because its vocabulary is empty; download it again")
         self._vocab_size = max(self._backend.ids.values()) + 1
         _check_vocabulary(path, self._backend.ids)
         self._eos_ids = self._read_eos_ids(folder, files)
@@ -68,28 +71,43 @@ class HfTokenizer:
         return self._backend.decode([int(i) for i in token_ids if int(i) not in self._dropped_ids])
 
     def _read_eos_ids(self, folder: Path, files: TokenizerFiles) -> tuple[int, ...]:
-        ids: list[object] = []
+        ids: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            named = read_json(folder / name).get("eos_token_id")
-            ids += named if isinstance(named, list) else [] if named is None else [named]
+            ids += _named_ids(folder / name)
             if ids:
                 break
         text = files.token("eos_token") or (None if ids else self._backend.default_eos_token)
         if text is not None:
-            ids.append(self._backend.ids.get(text))
-        eos_ids = tuple(i for i in dict.fromkeys(ids) if isinstance(i, int) and 0 <= i < self._vocab_size)
-        if len(eos_ids) != len(set(ids)):
-            raise ModelError(f"{folder}: end-of-sequence ids {ids} are not all in the vocabulary of {self._vocab_size}")
+            if text not in self._backend.ids:
+                raise ModelError(f"{folder}: the eos_token {shown(text)} is not in the vocabulary; name one that is")
+            ids.append(self._backend.ids[text])
+        eos_ids = tuple(dict.fromkeys(ids))
+        if not all(0 <= i < self._vocab_size for i in eos_ids):
+            raise ModelError(
+                f"{folder}: end-of-sequence ids {short(ids)} are not all in the vocabulary of {self._vocab_size}; "
+                "mend eos_token_id in generation_config.json or config.json"
+            )
         if not eos_ids:
             raise ModelError(f"{folder}: no end-of-sequence token; name one as eos_token_id in generation_config.json")
         return eos_ids
+
+
+def _named_ids(path: Path) -> list[int]:
+    """The ``eos_token_id`` of a file, which may be one, a list of them or absent."""
+    value = read_json(path).get("eos_token_id")
+    named: list[object] = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [i for i in named if isinstance(i, int) and not isinstance(i, bool)]
+    if len(ids) != len(named):
+        raise ModelError(f"{path}: eos_token_id {short(value)} is neither a token id nor a list of them; mend it")
+    return ids
 
 
 def _from_file(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library's errors have no type of their own
-        raise ModelError(f"{path}: not a tokenizer ({error}); download it again") from None
+        reason = shown(" ".join(str(error).split()), 200)
+        raise ModelError(f"{path}: not a tokenizer ({reason}); download it again") from None
 
 
 class _TokenizersBackend:
@@ -99,7 +117,7 @@ class _TokenizersBackend:
 
     def __init__(self, path: Path) -> None:
         if not isinstance(read_json(path).get("model"), dict):
-            raise ModelError(f"{path}: not a tokenizer, because it has no model")
+            raise ModelError(f"{path}: not a tokenizer, because it has no model; download it again")
         self._tokenizer = _from_file(path)
         # Either may be stored in tokenizer.json and would cut or lengthen prompts silently.
         self._tokenizer.no_truncation()
@@ -138,7 +156,7 @@ def _check_vocabulary(path: Path, ids: Mapping[str, int]) -> None:
     if not isinstance(rows, int) or size <= rows:
         return
     over = sorted((i, token) for token, i in ids.items() if i >= rows)
-    names = ", ".join(f"{i} {token!r}" for i, token in over[:_MAX_NAMED])
+    names = ", ".join(f"{i} {short(token)}" for i, token in over[:_MAX_NAMED])
     more = f" and {len(over) - _MAX_NAMED} more" if len(over) > _MAX_NAMED else ""
     raise ModelError(
         f"{path}: the tokenizer needs {size} ids, but {config} has vocab_size {rows}; remove the tokens without a row"

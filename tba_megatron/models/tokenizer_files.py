@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 
 from tokenizers import AddedToken
 
 from tba_megatron.errors import ModelError
+from tba_megatron.models.settings import LARGEST_SIZE, read_object
 
 # In the order in which Hugging Face gives new ids to those that the vocabulary lacks.
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -40,6 +41,16 @@ class TokenizerFiles:
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Every one of the files may be missing. ModelError when one is not what transformers writes."""
+    try:
+        return _read(folder)
+    except UnicodeEncodeError as error:  # of AddedToken; JSON can write half of a surrogate pair
+        raise ModelError(
+            f"{folder}: the token {short(error.object)} of tokenizer_config.json, special_tokens_map.json or "
+            "added_tokens.json is not Unicode text; download these files again"
+        ) from None
+
+
+def _read(folder: Path) -> TokenizerFiles:
     path = folder / "tokenizer_config.json"
     settings = dict(read_json(path))
     decoder = settings.get("added_tokens_decoder")
@@ -64,16 +75,11 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 
 def read_json(path: Path) -> Mapping[str, object]:
-    """The object in a file; empty where there is no such file."""
+    """The object in a file; empty where there is no such file. ModelError when it cannot be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return value
 
 
 def _named(settings: Mapping[str, object]) -> Iterator[AddedToken]:
@@ -102,7 +108,7 @@ def _as_special(token: AddedToken) -> AddedToken:
 
 
 def _id(value: object, path: Path) -> int:
-    text = str(value)
-    if not text.isdecimal():
-        raise ModelError(f"{path}: {text!r} is not the id of an added token")
+    text = str(value) if isinstance(value, str | int) else ""
+    if not text.isdecimal() or len(text) > len(str(LARGEST_SIZE)) or int(text) > LARGEST_SIZE:
+        raise ModelError(f"{path}: {short(value)} is not the id of an added token; ids are whole numbers from 0")
     return int(text)

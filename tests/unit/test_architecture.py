@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -108,10 +109,30 @@ def test_defaults_are_those_of_hugging_face(tmp_path):
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types ['full_attention', 'sliding_attention'] is not supported",
         ),
+        *[
+            (base, {"is_causal": odd}, f"is_causal {odd!r} is not supported")
+            for base in (QWEN2, QWEN3, LLAMA, NEOX, GPT2)
+            for odd in (False, 0, None, "true")
+        ],
         (QWEN3, {"attention_bias": True}, "attention_bias is not supported"),
         (LLAMA, {"attention_bias": True}, "attention_bias without mlp_bias"),
         (LLAMA, {"mlp_bias": True}, "attention_bias without mlp_bias"),
         (NEOX, {"attention_bias": False}, "attention_bias false is not supported"),
+        (NEOX, {"head_dim": 16}, "head_dim 16 is not hidden_size / num_attention_heads, 32; remove head_dim"),
+        (NEOX, {"head_dim": "32"}, "head_dim '32' is not a whole number"),
+        (GPT2, {"hidden_size": 64}, "n_embd 128 and hidden_size 64 are one setting; remove one of them"),
+        (GPT2, {"num_hidden_layers": 2}, "n_layer 3 and num_hidden_layers 2 are one setting"),
+        (GPT2, {"num_attention_heads": "4"}, "n_head 4 and num_attention_heads '4' are one setting"),
+        (GPT2, {"max_position_embeddings": 32}, "n_positions 64 and max_position_embeddings 32 are one setting"),
+        (
+            LLAMA,
+            {"model_type": "mistral"},
+            "model_type mistral contradicts the architecture LlamaForCausalLM",
+        ),
+        (QWEN2, {"model_type": "qwen3"}, "model_type qwen3 contradicts the architecture Qwen2ForCausalLM"),
+        (QWEN3, {"model_type": "qwen3_moe"}, "model_type qwen3_moe contradicts the architecture Qwen3ForCausalLM"),
+        (NEOX, {"model_type": "gpt2"}, "model_type gpt2 contradicts the architecture GPTNeoXForCausalLM"),
+        (GPT2, {"model_type": ["gpt2"]}, "model_type ['gpt2'] contradicts the architecture GPT2LMHeadModel"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not supported"),
         (GPT2, {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn is not supported"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights false is not supported"),
@@ -131,6 +152,8 @@ def test_defaults_are_those_of_hugging_face(tmp_path):
         (QWEN2, {"architectures": ["Qwen2MoeForCausalLM"]}, "architecture Qwen2MoeForCausalLM is not supported; known"),
         (QWEN2, {"architectures": []}, "architecture (none) is not supported"),
         (QWEN2, {"architectures": [None]}, "architecture None is not supported"),
+        (QWEN2, {"architectures": {"x": 1}}, "architecture {'x': 1} is not supported"),
+        (QWEN2, {"architectures": ["Qwen\nFast\x1b"]}, "architecture Qwen\\nFast\\x1b is not supported"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_line(base, changes, words, tmp_path):
@@ -140,7 +163,7 @@ def test_what_is_not_supported_is_refused_in_one_line(base, changes, words, tmp_
 @pytest.mark.parametrize(
     ("base", "names"),
     [
-        (QWEN2, ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_key_value_heads")),
+        (QWEN2, ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")),
         (LLAMA, ("num_attention_heads", "max_position_embeddings")),
         (NEOX, ("num_hidden_layers", "intermediate_size", "max_position_embeddings")),
         (GPT2, ("n_layer", "n_embd", "n_head", "n_positions")),
@@ -152,13 +175,78 @@ def test_a_missing_size_is_named(base, names, tmp_path):
         assert f"lacks {name}" in refusal(write(tmp_path, {**base, name: None}))
 
 
-def test_a_folder_without_a_readable_config_is_refused(tmp_path):
+@pytest.mark.parametrize("base", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_qwens_key_heads_may_be_null_but_not_absent(base, tmp_path):
+    _, shape = read_model(write(tmp_path, {**base, "num_key_value_heads": None}))
+    assert shape.kv_heads == shape.query_heads == 4
+    hf_config = {name: value for name, value in base.items() if name != "num_key_value_heads"}
+    assert "lacks num_key_value_heads" in refusal(write(tmp_path, hf_config))
+
+
+def test_gpt2_is_read_under_either_name_of_a_setting(tmp_path):
+    from transformers import GPT2Config
+
+    _, shape = read_model(write(tmp_path, GPT2))
+    for name, other in {value: key for key, value in GPT2Config.attribute_map.items()}.items():
+        renamed = {key: value for key, value in GPT2.items() if key != name}
+        for hf_config in ({**renamed, other: GPT2[name]}, {**GPT2, other: GPT2[name]}, {**GPT2, other: None}):
+            assert read_model(write(tmp_path, hf_config))[1] == shape
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_settings_that_say_what_is_computed_anyway_are_accepted(name, tmp_path):
+    architecture, shape = read_model(write(tmp_path, CONFIGS[name]))
+    head = {"head_dim": shape.head_size}
+    for changes in ({"is_causal": True}, {"model_type": None}, head if name != "GPT2LMHeadModel" else {}):
+        assert read_model(write(tmp_path, {**CONFIGS[name], **changes})) == (architecture, shape)
+    without = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
+    assert read_model(write(tmp_path, without)) == (architecture, shape)
+
+
+def test_the_model_type_of_an_architecture_is_that_of_transformers():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    assert {a.name: names[a.model_type] for a in ARCHITECTURES.values()} == {name: name for name in ARCHITECTURES}
+
+
+def test_a_long_name_of_an_architecture_does_not_flood_the_line(tmp_path):
+    message = refusal(write(tmp_path, {**QWEN2, "architectures": ["A" * 100_000 + "End"]}))
+    assert len(message) < len(str(tmp_path)) + 300 and "AAA...AAA" in message and "AEnd is not supported" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON (Expecting property name"),
+        (b"[" * 100_000, "is nested too deeply to be read; copy or download it again"),
+        (b'{"a":' * 100_000, "is nested too deeply to be read"),
+        (b"", "is empty; copy or download it again"),
+        (b" \n", "is empty; copy or download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer and not the file; run git lfs pull in"),
+        (b"\xef\xbb\xbf{}", "has a byte order mark or is UTF-16; save it as UTF-8 without"),
+        ("{}".encode("utf-16"), "has a byte order mark or is UTF-16"),
+        ("{}".encode("utf-16-be"), "has a byte order mark or is UTF-16"),
+        (b'{"a": "\xe9"}', "is not UTF-8 text; copy or download it again"),
+        (b"[]", "is not a JSON object; copy or download it again"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON (Exceeds the limit"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_no_json_object_is_refused_with_what_to_do(content, words, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    assert f"config.json {words}" in refusal(tmp_path)
+
+
+def test_a_config_that_is_no_file_is_refused_with_what_to_do(tmp_path):
+    path = tmp_path / "config.json"
     assert "config.json does not exist; model.path must be a Hugging Face folder" in refusal(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    assert "config.json is not JSON" in refusal(tmp_path)
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe{")
-    assert "config.json is not JSON" in refusal(tmp_path)
-    assert "config.json is not a JSON object" in refusal(write(tmp_path, []))
+    path.mkdir()
+    assert "config.json is a folder and not a file; remove or replace it" in refusal(tmp_path)
+    path.rmdir()
+    os.mkfifo(path)
+    assert "config.json is a pipe, socket or device and not a file" in refusal(tmp_path)
+    path.unlink()
+    path.symlink_to(path)
+    assert "config.json cannot be read (Too many levels of symbolic links); check what it is" in refusal(tmp_path)
 
 
 ODD = [None, True, False, 0, -1, 1, 3, 1.5, 1e400, float("nan"), 10**400, "x", "", [], ["x"], [[]], {}, {"x": {}}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -16,13 +17,7 @@ from safetensors.torch import load_file, save_file
 from tba_megatron.errors import ModelError
 from tba_megatron.models import hf_folder
 from tba_megatron.models.hf_folder import INDEX, HfTensors, list_tensors, open_tensors
-from tba_megatron.models.hf_writer import (
-    PlannedFile,
-    begin_folder,
-    file_names,
-    finish_folder,
-    write_weights,
-)
+from tba_megatron.models.registry import read_model
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -75,6 +70,11 @@ def becomes_folder(path: Path) -> None:
     path.mkdir()
 
 
+def becomes_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def dangles(path: Path) -> None:
     path.unlink()
     path.symlink_to(path.parent / "blobs" / "gone")
@@ -96,6 +96,8 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 1234
         (lambda p: p.write_bytes(LFS), "is a git-lfs pointer and not the weights; run git lfs pull in"),
         (becomes_folder, "is a folder, not a safetensors file"),
         (dangles, "does not exist, or is a link to nothing"),
+        (becomes_pipe, "is a pipe, socket or device, not a safetensors file; remove or replace it"),
+        (lambda p: p.write_bytes(header(b'{"x": "' + b"y" * 9000 + b'"}')), "copy or download it again"),
     ],
 )
 def test_a_file_that_is_no_safetensors_file_is_named_with_what_to_do(index, spoil, words, tmp_path):
@@ -103,6 +105,7 @@ def test_a_file_that_is_no_safetensors_file_is_named_with_what_to_do(index, spoi
     spoil(tmp_path / SECOND)
     message = refusal(tmp_path)
     assert message.startswith(f"{tmp_path / SECOND} ") and words in message
+    assert len(message) < 2 * len(str(tmp_path)) + 400
 
 
 def test_a_shard_that_the_index_names_and_that_is_missing_is_named(tmp_path):
@@ -115,20 +118,94 @@ def test_a_tensor_that_the_index_places_in_a_file_without_it_is_named(tmp_path):
     assert f"{tmp_path / SECOND} lacks b, which {INDEX} places there" in refusal(tmp_path)
 
 
+def test_a_tensor_that_the_index_lacks_is_the_same_contradiction(tmp_path):
+    write_index(two_files(tmp_path), {"a": FIRST, "c": SECOND})
+    assert refusal(tmp_path) == f"{tmp_path / FIRST} holds b, which {INDEX} lacks; download both again"
+
+
 @pytest.mark.parametrize(
-    "content",
-    [b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {}}', b'{"weight_map": {"a": 1}}', b"\xff\xfe",
-     b'{"weight_map": {"a": "../x.safetensors"}}', b'{"weight_map": {"a": "/x.safetensors"}}',
-     b'{"weight_map": {"a": ["x"]}}'],
-)  # fmt: skip
-def test_an_index_that_is_none_is_refused(content, tmp_path):
+    ("content", "words"),
+    [
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is nested too deeply to be read"),
+        (b"[]", "is not a JSON object"),
+        (LFS, "is a git-lfs pointer and not the file; run git lfs pull in"),
+        (b"", "is empty"),
+        (b"\xff\xfe", "has a byte order mark"),
+        (b"{}", "is not an index"),
+        (b'{"weight_map": []}', "is not an index"),
+        (b'{"weight_map": {}}', "is not an index"),
+        (b'{"weight_map": "abc"}', "is not an index"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(content, words, tmp_path):
     (two_files(tmp_path) / INDEX).write_bytes(content)
-    assert refusal(tmp_path).startswith(f"{tmp_path / INDEX} is not an index")
+    assert refusal(tmp_path).startswith(f"{tmp_path / INDEX} {words}")
 
 
-def test_an_index_that_is_a_folder_is_refused(tmp_path):
-    becomes_folder(two_files(tmp_path) / INDEX)
-    assert refusal(tmp_path).startswith(f"{tmp_path / INDEX} cannot be read (Is a directory)")
+@pytest.mark.parametrize(
+    "file",
+    [
+        "",
+        ".",
+        "..",
+        "../x.safetensors",
+        "/x.safetensors",
+        "s/x.safetensors",
+        "config.json",
+        "x.safetensors\n",
+        "a\nb.safetensors",
+        "\0.safetensors",
+        "\ud800.safetensors",
+        "x" * 5000 + ".safetensors",
+        "é" * 128 + ".safetensors",
+        1,
+        None,
+        ["x"],
+        {},
+        True,
+    ],
+)
+def test_an_index_that_places_a_tensor_in_no_safetensors_file_of_the_folder_is_refused(file, tmp_path):  # fmt: skip
+    (two_files(tmp_path) / "config.json").write_text("{}")
+    write_index(tmp_path, {"a": FIRST, "b": file, "c": SECOND})
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path / INDEX} is not an index: it places b in ")
+    assert message.isprintable() and len(message) < len(str(tmp_path)) + 300
+
+
+@pytest.mark.parametrize(
+    ("becomes", "kind"), [(becomes_folder, "a folder"), (becomes_pipe, "a pipe, socket or device")]
+)
+def test_an_index_that_is_no_file_is_refused(becomes, kind, tmp_path):
+    becomes(two_files(tmp_path) / INDEX)
+    assert refusal(tmp_path) == f"{tmp_path / INDEX} is {kind} and not a file; remove or replace it"
+
+
+LONG = "model.\n\x1b" + "x" * 20_000
+
+
+def save(path: Path, *names: str) -> None:
+    save_file({name: torch.zeros(1) for name in names}, path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda f: (save(f / "1.safetensors", LONG), save(f / "2.safetensors", LONG)),
+        lambda f: (two_files(f), write_index(f, {"a": FIRST, "b": FIRST, "c": SECOND, LONG: FIRST})),
+        lambda f: (two_files(f), write_index(f, {LONG: "x"})),
+        lambda f: (two_files(f), save(f / SECOND, LONG), write_index(f, {"a": FIRST, "b": FIRST, LONG: FIRST})),
+        lambda f: (save(f / FIRST, "a", LONG), write_index(f, {"a": FIRST})),
+        lambda f: save(f / "a\n\x1b.safetensors", "a"),
+        lambda f: (f / "a\n.bin").write_bytes(b"x"),
+    ],
+    ids=["twice", "lacking", "misplaced", "elsewhere", "not in the index", "file", "other weights"],
+)  # fmt: skip
+def test_names_are_shown_short_and_on_one_line(spoil, tmp_path):
+    spoil(tmp_path)
+    message = refusal(tmp_path)
+    assert message.isprintable() and len(message) < 2 * len(str(tmp_path)) + 350
 
 
 def test_one_name_in_two_files_is_refused_with_both(tmp_path):
@@ -172,6 +249,26 @@ def test_no_weights_and_no_folder_are_refused(tmp_path):
     assert refusal(tmp_path / "no").startswith(f"{tmp_path / 'no'} cannot be read (No such file or directory)")
     (tmp_path / "file").write_bytes(b"")
     assert "cannot be read (Not a directory)" in refusal(tmp_path / "file")
+
+
+@pytest.mark.parametrize("shape", [(1,), (1,) * 4000], ids=["names", "shapes"])
+def test_what_a_load_finds_wrong_is_shown_short(shape, tmp_path):
+    import tiny
+
+    from tba_megatron.trainer import load_hf
+
+    architecture, model = read_model(tiny.save_model(tmp_path / "m", "gpt2"))
+    good = list_tensors(tmp_path / "m")
+    odd = dataclasses.replace(next(iter(good.values())), name=LONG, shape=shape)
+    cases = [{"h." + LONG: odd, "transformer.h." + LONG: odd}, {**good, LONG: odd}]
+    cases += [{**good, LONG: dataclasses.replace(odd, dtype="I8")}, {**good, "transformer.ln_f.bias": odd}]
+    for stored in cases:
+        with pytest.raises(ModelError) as caught:
+            load_hf._check(load_hf._canonical(stored, architecture)[0], architecture, model, tmp_path)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < len(str(tmp_path)) + 400
+    _, ignored = load_hf._canonical({"h.0." + LONG + ".attn.bias": odd}, architecture)
+    report = load_hf.LoadReport(source="x", loaded=(), tied=(), initialised=(), ignored=ignored, n_parameters=1)
+    assert "; ignored h.0.model." in str(report) and str(report).isprintable() and len(str(report)) < 300
 
 
 @contextmanager
@@ -244,57 +341,3 @@ def test_a_file_that_was_replaced_after_it_was_listed_is_an_error(tmp_path):
     save_file({"other": torch.zeros(1)}, tmp_path / SECOND)
     with HfTensors(stored) as tensors, pytest.raises(ModelError, match=f"{SECOND}: c cannot be read .* replaced"):
         list(tensors.read([("c",)]))
-
-
-def template(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"torch_dtype": "float16", "architectures": ["X"], "é": [1]}))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_text("does not travel")
-    return folder
-
-
-def test_a_folder_is_written_with_companions_index_and_the_dtype_in_its_configuration(tmp_path):
-    partial, folder = tmp_path / ".new.partial", tmp_path / "new"
-    names = file_names(2)
-    begin_folder(partial, template(tmp_path / "old"), "bfloat16")
-    tensors = {names[0]: {"a": torch.ones(2, 2).t(), "b": torch.ones(3)}, names[1]: {"c": torch.zeros(1)}}
-    planned = {}
-    for name, held in tensors.items():
-        write_weights(partial / name, list(held.items()))
-        planned[name] = PlannedFile(names=tuple(held), nbytes=sum(t.nbytes for t in held.values()))
-    finish_folder(partial, folder, planned)
-    assert names == [FIRST, SECOND]
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*names, INDEX, "config.json", "tokenizer.json"])
-    assert json.loads((folder / "config.json").read_text()) == {"architectures": ["X"], "é": [1], "dtype": "bfloat16"}
-    index = json.loads((folder / INDEX).read_text())
-    assert index == {"metadata": {"total_size": 32}, "weight_map": {"a": FIRST, "b": FIRST, "c": SECOND}}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
-    assert list_tensors(folder).keys() == {"a", "b", "c"}
-    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # whoever reads one file reads all
-
-
-def test_what_was_there_before_comes_back_when_the_new_folder_cannot_take_its_name(tmp_path, monkeypatch):
-    partial, folder = tmp_path / ".new.partial", tmp_path / "new"
-    begin_folder(partial, template(tmp_path / "old"), "float32")
-    folder.mkdir()
-    (folder / "kept").write_text("kept")
-    rename = Path.rename
-
-    def refuse(self, target):
-        if self == partial:
-            raise OSError(28, "No space left on device")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(OSError, match="No space left"):
-        finish_folder(partial, folder, {})
-    assert (folder / "kept").read_text() == "kept"
-
-
-def test_a_file_that_another_rank_wrote_elsewhere_is_noticed(tmp_path):
-    partial = tmp_path / ".new.partial"
-    begin_folder(partial, template(tmp_path / "old"), "float32")
-    with pytest.raises(FileNotFoundError, match=r"model.safetensors was written by another rank but is not seen here"):
-        finish_folder(partial, tmp_path / "new", {"model.safetensors": PlannedFile(names=("a",), nbytes=4)})
-    assert not (tmp_path / "new").exists()

@@ -368,8 +368,15 @@ def test_a_vocabulary_larger_than_the_model_is_refused_and_named(tmp_path):
     [
         (lambda: train(model_type="unigram"), {}, r"tokenizer\.model: a UNIGRAM model.*save.*tokenizer\.json"),
         (lambda: b"IQ== 0\nIg== 1\n", {}, r"tokenizer\.model: not a sentencepiece model"),
-        (lambda: b"", {}, r"tokenizer\.model: not a sentencepiece model"),
+        (lambda: b"", {}, r"tokenizer\.model is empty; copy or download it again"),
+        (lambda: b"version https://git-lfs.github.com/spec/v1", {}, r"tokenizer\.model is a git-lfs pointer"),
         (small_model, {"tokenizer_config": {"tokenizer_class": "GemmaTokenizer"}}, "tokenizer_class 'GemmaTokenizer'"),
+        (small_model, {"tokenizer_config": {"tokenizer_class": "G\n" * 9000}}, "tokenizer_class 'G"),
+        (
+            lambda: train(user_defined_symbols=["z" * 300]),
+            {"added_tokens": {"z" * 300: 5}},
+            r"the added token 'z+\.\.\.z+' has the id 5",
+        ),
         (
             small_model,
             {"added_tokens": {"</s>": 5}},
@@ -379,12 +386,32 @@ def test_a_vocabulary_larger_than_the_model_is_refused_and_named(tmp_path):
         (small_model, {"added_tokens": {"a": "x"}}, r"added_tokens\.json: 'x' is not the id"),
         (small_model, {"tokenizer_config": {"added_tokens_decoder": ["a"]}}, "not an object of added tokens by id"),
     ],
-    ids=["unigram", "tiktoken", "empty", "class", "contradiction", "same-id", "no-id", "no-object"],
+    ids=[
+        "unigram",
+        "tiktoken",
+        "empty",
+        "pointer",
+        "class",
+        "long-class",
+        "long-token",
+        "contradiction",
+        "same-id",
+        "no-id",
+        "no-object",
+    ],
 )
 def test_what_cannot_be_read_faithfully_is_one_clear_line(tmp_path, model, files, message):
     with pytest.raises(ModelError, match=message) as caught:
         HfTokenizer(write_folder(tmp_path, model(), **files))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 2 * len(str(tmp_path)) + 300
+
+
+def test_an_eos_that_the_model_has_no_piece_for_is_none(tmp_path):
+    protos: Any = sentencepiece_model_pb2
+    model = protos.ModelProto.FromString(small_model())
+    model.trainer_spec.eos_id = 10**6
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        HfTokenizer(write_folder(tmp_path, model.SerializeToString()))
 
 
 def test_sentencepiece_is_imported_for_no_other_folder():

@@ -142,6 +142,98 @@ def test_a_folder_without_a_tokenizer_is_one_clear_line(folder, tmp_path):
         HfTokenizer(folder)
 
 
+def line(folder) -> str:
+    with pytest.raises(ModelError) as caught:
+        HfTokenizer(folder)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 2 * len(str(folder)) + 400
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[" * 100_000, "is nested too deeply to be read; copy or download it again"),
+        (b"", "is empty; copy or download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer and not the file; run git lfs pull in"),
+        (b"\xef\xbb\xbf{}", "has a byte order mark or is UTF-16; save it as UTF-8 without"),
+        ("{}".encode("utf-16"), "has a byte order mark or is UTF-16; save it as UTF-8 without"),
+        (b"[]", "is not a JSON object; copy or download it again"),
+        (b"{", "is not JSON (Expecting property name"),
+    ],
+    ids=["deep", "empty", "pointer", "mark", "utf-16", "list", "cut"],
+)  # fmt: skip
+def test_a_file_that_is_no_json_object_is_one_line_with_what_to_do(folder, name, content, words):
+    (folder / name).write_bytes(content)
+    assert line(folder).startswith(f"{folder / name} {words}")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "generation_config.json"])
+def test_what_is_no_file_is_one_line_with_what_to_do(folder, name):
+    (folder / "tokenizer.json").rename(folder / "elsewhere")
+    if name == "generation_config.json":
+        (folder / "elsewhere").rename(folder / "tokenizer.json")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    assert line(folder) == f"{folder / name} is a folder and not a file; remove or replace it"
+    (folder / name).rmdir()
+    os.mkfifo(folder / name)
+    assert line(folder) == f"{folder / name} is a pipe, socket or device and not a file; remove or replace it"
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("odd", [True, False, [True], {"a": 1}, [[1]], [1, None], "1", 1.0, "x" * 9000, {}, ""])
+def test_an_eos_that_is_no_id_is_one_line(folder, name, odd):
+    (folder / "generation_config.json").write_text("{}")
+    write(folder, name, eos_token_id=odd)
+    assert line(folder).startswith(f"{folder / name}: eos_token_id ")
+    assert "is neither a token id nor a list of them" in line(folder)
+
+
+def test_an_eos_by_a_name_that_no_token_has_is_one_line(folder):
+    for text in ("<|none|>", "x\n" * 5000):
+        write(folder, "tokenizer_config.json", eos_token=text)
+        assert f"{folder}: the eos_token " in line(folder) and "is not in the vocabulary" in line(folder)
+
+
+def test_a_tokenizer_without_tokens_is_one_line(folder):
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+    assert line(folder) == (
+        f"{folder / 'tokenizer.json'}: not a tokenizer, because its vocabulary is empty; download it again"
+    )
+
+
+@pytest.mark.parametrize("odd", ["9" * 5000, "0" * 5000, "2147483648", "x" * 9000, "", "-1", "1.5", "a\nb"])
+def test_an_added_token_under_no_id_is_one_line(folder, odd):
+    write(folder, "tokenizer_config.json", added_tokens_decoder={odd: {"content": "<a>"}})
+    assert line(folder).startswith(f"{folder / 'tokenizer_config.json'}: ")
+    assert "is not the id of an added token; ids are whole numbers from 0" in line(folder)
+
+
+@pytest.mark.parametrize("odd", [-1, 1.5, True, None, [], {}, 2**31, "\n" * 9000])
+def test_an_added_token_with_no_id_is_one_line(folder, odd):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("added_tokens_decoder", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "added_tokens.json").write_text(json.dumps({"<a>": odd}))
+    assert line(folder).startswith(f"{folder / 'added_tokens.json'}: ")
+    assert "is not the id of an added token" in line(folder)
+
+
+def test_a_token_that_is_no_unicode_text_is_one_line(folder):
+    write(folder, "tokenizer_config.json", eos_token="\ud800")
+    assert line(folder).startswith(
+        f"{folder}: the token '\\ud800' of tokenizer_config.json, special_tokens_map.json or"
+    )
+
+
+def test_a_long_token_without_a_row_does_not_flood_the_line(folder):
+    added = {"id": 19, "content": "x\n" * 9000, "special": False, "single_word": False}
+    added |= {"lstrip": False, "rstrip": False, "normalized": False}
+    write(folder, "tokenizer.json", added_tokens=[added])
+    assert "needs 20 ids" in line(folder)
+
+
 def test_a_model_without_eos_or_with_one_outside_the_vocabulary_is_refused(folder):
     write(folder, "generation_config.json", eos_token_id=19)
     with pytest.raises(ModelError, match=r"\[19, 1\] are not all in the vocabulary of 19"):
