@@ -170,7 +170,7 @@ class TrainerConfig(Section):
     threads: Count = 1  # of the CPU, in one rank
     distributed_timeout_s: Positive = 600.0
     megatron_extra: dict[str, Any] = Field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig that change layout and memory alone; trainer/megatron_config.py lists them."""
+    """Fields of Megatron's TransformerConfig for layout and memory alone; trainer/megatron_config.py lists them."""
 
     @property
     def world_size(self) -> int:
