@@ -1,6 +1,7 @@
 """The architecture, enforced: who may import whom, one home for each library, the marks of a tidy file."""
 
 import ast
+import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -225,3 +226,12 @@ def test_what_the_house_allows_is_not_reported():
     }
     for module, source in allowed.items():
         assert violations(module, f'"""D."""\n{source}\n') == []
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig):
+    """pytest leaves folders of some names out without a word."""
+    passed_over = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert Path("tests/dist") in folders
+    parts = {part for folder in folders for part in folder.parts}
+    assert [part for part in parts if any(fnmatch.fnmatch(part, pattern) for pattern in passed_over)] == []
