@@ -22,17 +22,18 @@ def run(config: Config, args: argparse.Namespace) -> int:
     start_logging()
     if not config.sft.steps:
         raise ConfigError(["sft.steps: 0 leaves nothing to do; set it to the number of steps"])
+    if (config.start_model / "config.json").exists():
+        print(f"{config.start_model} is complete; remove it to start over, or choose another run.folder")
+        return 0
     demonstrations = make_demonstrations(config, HfTokenizer(config.model.path))
     demonstrations.held_out(config.sft.held_out)  # too few are an error before anything is written
     if rank_from_environment().rank == 0:
         store_config(config, config.run.folder)
         if demonstrations.dropped:
             _log.warning("%d demonstrations are longer than model.max_length and left out", demonstrations.dropped)
-        if demonstrations.altered:
-            _log.warning(
-                "%d demonstrations are another text once they went through the tokenizer; does it lack characters?",
-                demonstrations.altered,
-            )
+        if demonstrations.lost:
+            shown, n = "".join(demonstrations.lost[:20]), len(demonstrations.lost)
+            _log.warning("the tokenizer does not write %d of the characters as they are: %s", n, shown)
     with trainer_groups(config) as groups:
         from tba_megatron.trainer.sft import first_step, warm_start
 

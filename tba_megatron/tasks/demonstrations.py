@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +25,8 @@ class DemonstrationStream(Protocol):
         ...
 
     @property
-    def altered(self) -> int:
-        """Demonstrations that the tokenizer does not give back as they are written: it lacks some of their characters,
-        or takes them for special tokens."""
+    def lost(self) -> Sequence[str]:
+        """Characters of the demonstrations that the tokenizer does not give back."""
         ...
 
     def batch(self, step: int) -> list[Demonstration]:
@@ -41,7 +41,7 @@ class DemonstrationStream(Protocol):
 class FromTask:
     """Random demonstrations of a task, with replacement."""
 
-    dropped = altered = 0
+    dropped, lost = 0, ()
 
     def __init__(self, task: Task, *, batch_size: int, seed: int) -> None:
         if not isinstance(task, Demonstrations):
@@ -60,7 +60,8 @@ class FromFile:
     """All demonstrations of a JSONL file, epoch after epoch, each epoch in another order.
 
     TaskError names the file and the line of what cannot be used. A demonstration of more than ``max_length`` tokens is
-    left out and counted; one that is another text once it went through the tokenizer is counted too.
+    left out and counted. Characters that the tokenizer cannot write are named, not refused: it may only write them in
+    another form.
     """
 
     def __init__(
@@ -69,10 +70,14 @@ class FromFile:
         self._path, self._batch_size = config.path, batch_size
         self._train: list[Demonstration] = []
         held_out: list[tuple[float, int, Demonstration]] = []
-        self.dropped = self.altered = 0
-        for number, (prompt, completion) in _read(config.path):
+        self.dropped = 0
+        rows = _read(config.path)
+        characters = {character for _, texts in rows for text in texts for character in text}
+        self.lost = tuple(
+            sorted(c for c in characters if not c.isspace() and tokenizer.decode(tokenizer.encode(c)) != c)
+        )
+        for number, (prompt, completion) in rows:
             demonstration = demonstrate(tokenizer, prompt, completion)
-            self.altered += tuple(map(tokenizer.decode, demonstration)) != (prompt, completion)
             if not len(demonstration[0]):
                 raise TaskError(f"{config.path}:{number}: the prompt has no tokens; give it at least one")
             if sum(map(len, demonstration)) > max_length:

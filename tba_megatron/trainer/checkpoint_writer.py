@@ -67,8 +67,8 @@ class _Flight:
 class CheckpointWriter:
     """Writes the checkpoints of a run into ``folder`` and keeps the newest ``keep``; one save at a time.
 
-    All methods but ``done`` are collectives over all ranks. CheckpointError on every rank when any rank could not do
-    its part: the half-written folder is removed, and what was there before stays loadable.
+    All methods but ``done`` and ``in_flight`` are collectives over all ranks. CheckpointError on every rank when any
+    rank could not do its part: the half-written folder is removed, and what was there before stays loadable.
     """
 
     def __init__(self, folder: Path, groups: Groups, keep: int) -> None:

@@ -61,7 +61,7 @@ def load_hf(
 ) -> LoadReport:
     """Copy this rank's shards out of ``folder``, file by file; a collective over all ranks.
 
-    Rank 0 reads the headers of all files, every other rank opens only those that hold a part of it. The same
+    Rank 0 reads the headers of all files, every other rank opens only those that hold something of its shard. The same
     ModelError on every rank when anything is missing, unexpected, of another shape, no float, not finite, or cannot
     be read by any one rank.
     """

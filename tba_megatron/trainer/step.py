@@ -1,6 +1,6 @@
-"""One optimizer step, and one forward-only pass, through Megatron's pipeline schedules.
+"""One optimizer step, and forward-only passes, through Megatron's pipeline schedules.
 
-Both walk the same packed microbatches on all ranks of a replica. R response positions, S sequences.
+All ranks of a replica walk the same packed microbatches. R response positions, S sequences.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def update(
 
     ``normaliser`` is the global number of rollouts (or tokens, for the warm start) that the loss is divided by, so
     the gradient does not depend on how groups fall into microbatches and replicas. A non-finite gradient skips the
-    step: nothing is applied, on any rank.
+    step: no weight changes, on any rank; the schedule goes on.
     """
     for chunk in policy.ddp:
         chunk.train()

@@ -79,10 +79,10 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path):
     assert {prompt for step in range(1, 20) for prompt, _ in texts(made.batch(step))} <= {f"{i}+1=" for i in range(9)}
 
 
-def test_what_the_tokenizer_cannot_write_is_counted(tmp_path):
-    rows = [*ROWS[:3], {"prompt": "é1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": "\U0001f600"}]
-    assert stream(write(tmp_path / "d.jsonl", rows)).altered == 2
-    assert stream(write(tmp_path / "d.jsonl")).altered == 0
+def test_characters_that_the_tokenizer_cannot_write_are_named(tmp_path):
+    rows = [*ROWS[:3], {"prompt": "é1+1=", "completion": "2"}, {"prompt": "2 +\n2=", "completion": "\U0001f600"}]
+    assert stream(write(tmp_path / "d.jsonl", rows)).lost == ("é", "\U0001f600")
+    assert stream(write(tmp_path / "d.jsonl")).lost == ()
 
 
 def test_lines_end_at_line_feeds_alone_and_empty_ones_are_passed_over(tmp_path):
