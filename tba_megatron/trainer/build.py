@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from tba_megatron.config import Config
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError, ModelError
+from tba_megatron.metrics import MetricLog, open_metric_log
 from tba_megatron.models.architecture import Architecture, ModelShape, check_length
 from tba_megatron.models.registry import read_model
 from tba_megatron.trainer import checkpoint
@@ -85,6 +87,17 @@ def begin_attempt(folder: Path, base_step: int, restored: tuple[int, ...] = ()) 
     partial.write_text(json.dumps(attempts) + "\n")
     partial.rename(path)
     return attempts
+
+
+def open_run_log(config: Config, step: int) -> MetricLog:
+    """The logs of a run that goes on after ``step``; for rank 0."""
+    return open_metric_log(
+        config.metrics,
+        config.run.folder,
+        first_step=step + 1 if step else 0,
+        total_steps=config.trainer.steps,
+        stream=sys.stdout,
+    )
 
 
 def export_policy(config: Config, chunks: Sequence[GPTModel], groups: Groups, folder: Path) -> None:

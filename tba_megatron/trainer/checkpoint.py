@@ -31,6 +31,7 @@ from tba_megatron.trainer.all_or_none import AllOrNone, first_line
 from tba_megatron.trainer.checkpoint_folder import checkpoints
 from tba_megatron.trainer.checkpoint_state import RunState, load_into, load_model, model_to_load, policy_to_load
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
+from tba_megatron.trainer.exchange import from_rank_0
 from tba_megatron.trainer.model import Policy
 from tba_megatron.transport.rollouts import owner_of
 
@@ -67,6 +68,28 @@ def load(path: Path, policy: Policy, shard: ReplayShard | None, groups: Groups) 
         if shard is not None:
             _load_shard(path, state.data_parallel, shard, groups)
     return state
+
+
+def load_newest(
+    folder: Path, policy: Policy, shard: ReplayShard | None, groups: Groups
+) -> tuple[RunState, Path | None]:
+    """The newest checkpoint of ``folder``, restored on every rank, and its path; a collective over all ranks.
+
+    Where there is none, the state of a run that has made no attempt yet, and None.
+    """
+    found = checkpoints(folder) if groups.rank == 0 else []
+    path = from_rank_0(str(found[-1][1]) if found else "", groups)
+    if path:
+        return load(Path(path), policy, shard, groups), Path(path)
+    state = RunState(
+        step=0,
+        base_steps=(),
+        data_parallel=groups.dp_size,
+        next_position=0,
+        unfinished_prompts=[],
+        generated={},
+    )
+    return state, None
 
 
 def load_policy(path: Path, policy: Policy) -> None:

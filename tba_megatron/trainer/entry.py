@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.config import Config, SearcherData, VllmEngineConfig
 from tba_megatron.dist import Groups
 from tba_megatron.loss.registry import make_loss
-from tba_megatron.metrics import MetricLog, open_metric_log
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.all_or_none import AllOrNone
-from tba_megatron.trainer.build import Model, begin_attempt, build_model, export_policy
+from tba_megatron.trainer.build import Model, begin_attempt, build_model, export_policy, open_run_log
 from tba_megatron.trainer.checkpoint import RunState
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.chief import Chief
@@ -55,7 +53,7 @@ def train(config: Config, groups: Groups) -> int:
         chief = None
         if control is not None:
             stack.callback(control.close)
-            log = _open_log(config, state)
+            log = open_run_log(config, state.step)
             stack.callback(log.close)
             chief = Chief(config=config, control=control, publisher=publisher, sampler=sampler, log=log, state=state)
             _announce(config, control, token, state, start_weights)
@@ -120,16 +118,6 @@ def _build_publisher(config: Config, groups: Groups, model: Model, control: Cont
     )
 
 
-def _open_log(config: Config, state: RunState) -> MetricLog:
-    return open_metric_log(
-        config.metrics,
-        config.run.folder,
-        first_step=state.step + 1 if state.step else 0,
-        total_steps=config.trainer.steps,
-        stream=sys.stdout,
-    )
-
-
 def _announce(config: Config, control: ControlServer, token: str, state: RunState, weights: Path) -> None:
     """Let searchers find this attempt."""
     write_rendezvous(
@@ -146,25 +134,13 @@ def _announce(config: Config, control: ControlServer, token: str, state: RunStat
 def _restore(config: Config, policy: Policy, shard: ReplayShard | None, groups: Groups) -> RunState:
     """The newest checkpoint's state as a new attempt, or a new run's; the same on every rank."""
     folder = config.run.folder
-    found = checkpoint.checkpoints(folder / "checkpoints") if groups.rank == 0 else []
-    path = from_rank_0(str(found[-1][1]) if found else "", groups)
+    state, path = checkpoint.load_newest(folder / "checkpoints", policy, shard, groups)
     attempts: tuple[int, ...] | None = None
     with AllOrNone("", groups.world):
         if groups.rank == 0:
-            restored = checkpoint.read_state(found[-1][1]).base_steps if found else ()
-            attempts = begin_attempt(folder, found[-1][0] if found else 0, restored)
+            attempts = begin_attempt(folder, state.step, state.base_steps)
     attempts = from_rank_0(attempts, groups)
-    if not path:
-        return RunState(
-            step=0,
-            base_steps=attempts,
-            data_parallel=groups.dp_size,
-            next_position=0,
-            unfinished_prompts=[],
-            generated={},
-        )
-    state = checkpoint.load(Path(path), policy, shard, groups)
-    if groups.rank == 0:
+    if path is not None and groups.rank == 0:
         _log.info("attempt %d resumes at step %d from %s", len(attempts) - 1, state.step, path)
     return checkpoint.as_attempt(state, attempts)
 

@@ -21,7 +21,7 @@ from tba_megatron.packing import Pack
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.checkpoint_state import RunState
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
-from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
+from tba_megatron.trainer.exchange import gather_on_all
 from tba_megatron.trainer.model import Policy, to_device
 from tba_megatron.trainer.reference import Reference
 from tba_megatron.trainer.step import HeadSettings, Update, update
@@ -136,19 +136,8 @@ class OfflineLoop:
 
 
 def restore(folder: Path, policy: Policy, groups: Groups) -> RunState:
-    """The newest checkpoint of ``folder``, loaded on every rank; a new run's state where there is none."""
-    found = checkpoint.checkpoints(folder) if groups.rank == 0 else []
-    path = from_rank_0(str(found[-1][1]) if found else "", groups)
-    if not path:
-        return RunState(
-            step=0,
-            base_steps=(0,),
-            data_parallel=groups.dp_size,
-            next_position=0,
-            unfinished_prompts=[],
-            generated={},
-        )
-    state = checkpoint.load(Path(path), policy, None, groups)
-    if groups.rank == 0:
+    """``checkpoint.load_newest`` of a run without a replay shard."""
+    state, path = checkpoint.load_newest(folder, policy, None, groups)
+    if path is not None and groups.rank == 0:
         _log.info("resumed at step %d from %s", state.step, path)
     return state

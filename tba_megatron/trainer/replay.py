@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,11 @@ from tba_megatron.config import Config, RecordedData
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError, TbaError
 from tba_megatron.loss.registry import make_loss
-from tba_megatron.metrics import MetricLog, open_metric_log
+from tba_megatron.metrics import MetricLog
 from tba_megatron.models.architecture import ModelShape
 from tba_megatron.packing import Pack, pack
 from tba_megatron.trainer.all_or_none import AllOrNone
-from tba_megatron.trainer.build import build_model, export_policy
+from tba_megatron.trainer.build import build_model, export_policy, open_run_log
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.exchange import assign_replicas, share_packs
 from tba_megatron.trainer.offline import OfflineLoop, Saving, StepData, restore
@@ -34,7 +33,7 @@ def train_on_recording(config: Config, data: RecordedData, groups: Groups) -> in
     folder = config.run.folder
     state = restore(folder / "checkpoints", model.policy, groups)
     loss = make_loss(config.objective.loss)
-    log = _open_log(config, state.step) if groups.rank == 0 else None
+    log = open_run_log(config, state.step) if groups.rank == 0 else None
     trainer = config.trainer
     loop = OfflineLoop(
         groups=groups,
@@ -78,16 +77,6 @@ def _open(config: Config, folder: Path) -> Recording:
             f"follows is missing or damaged); lower it, or copy the recording again"
         )
     return recording
-
-
-def _open_log(config: Config, step: int) -> MetricLog:
-    return open_metric_log(
-        config.metrics,
-        config.run.folder,
-        first_step=step + 1 if step else 0,
-        total_steps=config.trainer.steps,
-        stream=sys.stdout,
-    )
 
 
 class _Recorded:
