@@ -142,7 +142,7 @@ def receiver():
 def wait_for(inbox: RolloutReceiver, messages: int) -> list[RolloutGroup]:
     """All that arrived, once ``messages`` were taken or refused."""
     got: list[RolloutGroup] = []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(got) + inbox.refused < messages:
         assert time.monotonic() < deadline, f"{len(got)} arrived, {inbox.refused} refused"
         got += inbox.drain()

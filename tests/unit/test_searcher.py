@@ -355,7 +355,7 @@ class Trainer:
             self.control.note(arrived={group.lease: 1}, fresh_groups=0)
 
     def receive_until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, "it never became true"
             self.receive()
