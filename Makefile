@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow lint format clean
+.PHONY: help install install-kernels quickstart test test-slow lint format clean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -19,10 +19,13 @@ test test-slow lint: export DO_NOT_TRACK := 1
 test test-slow lint: export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 help: ## this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 install: ## the virtual environment with the locked packages and this project
 	@scripts/install.sh "$(VENV)"
+
+install-kernels: ## install, and on top what only tests and benchmarks of the kernels need
+	@scripts/install.sh "$(VENV)" kernels
 
 quickstart: install ## a small run on this machine; ARGS="section.key=value" overrides settings
 	$(BIN)/tba launch configs/quickstart.yaml $(ARGS)
@@ -30,10 +33,10 @@ quickstart: install ## a small run on this machine; ARGS="section.key=value" ove
 test: lint ## all checks and the fast tests
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: install ## the slow tests: several processes, real engines
+test-slow: install-kernels ## the slow tests: several processes, real engines
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
-lint: install ## style, formatting and types
+lint: install-kernels ## style, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python

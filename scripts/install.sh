@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Makes the CPU environment: a virtual environment with the locked packages and this project, editable.
-#   scripts/install.sh [VENV]        VENV: argument, else $VENV, else .venv in the repository
+#   scripts/install.sh [VENV [kernels]]   VENV: argument, else $VENV, else .venv in the repository
+#                                         kernels: also requirements/kernels.lock, which tests and benchmarks need
 # Environment: PYTHON (an interpreter to use), PIP_* and pip's configuration files (indexes, wheel folders).
-# A second call does nothing until the lock, pyproject.toml, this script or a location changes.
+# A second call does nothing until a lock, pyproject.toml, this script or a location changes. Each lock has a stamp of
+# its own: a call without "kernels" leaves what that lock put there alone.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$(realpath -m -- "${1:-${VENV:-$root/.venv}}")
-lock=$root/requirements/cpu.lock
 py=$venv/bin/python
-stamp=$venv/.tba-installed
 busy=$venv/.tba-installing
 uv_version=0.13.9
 torch_index=https://download.pytorch.org/whl/cpu
@@ -17,16 +17,29 @@ torch_index=https://download.pytorch.org/whl/cpu
 say() { printf 'install: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-key() {
-    { echo "$root $venv" && "$py" -V && cat "$lock" "$root/pyproject.toml" "$root/scripts/install.sh"; } | sha256sum
+(($# <= 2)) && [[ ${2:-kernels} == kernels ]] || die "usage: scripts/install.sh [VENV [kernels]], not: $*"
+locks=(cpu ${2:+"$2"})
+
+lock_of() { echo "$root/requirements/$1.lock"; }
+stamp_of() { echo "$venv/.tba-installed-$1"; }
+key() { # LOCK
+    { echo "$root $venv" && "$py" -V && cat "$(lock_of "$1")" "$root/pyproject.toml" "$root/scripts/install.sh"; } |
+        sha256sum
 }
-current() { [[ -x $py && -f $stamp && $(<"$stamp") == "$(key)" ]]; }
-current && exit 0
+current() { # LOCK...
+    [[ -x $py && ! -e $busy ]] || return 1
+    local name stamp
+    for name in "$@"; do
+        stamp=$(stamp_of "$name")
+        [[ -f $stamp && $(<"$stamp") == "$(key "$name")" ]] || return 1
+    done
+}
+current "${locks[@]}" && exit 0
 
 # Two installs into one place would break each other. (No lock where the file system has none.)
 exec 9<"$root" && flock 9 2>/dev/null || true
-current && exit 0
-[[ $(uname -sm) == "Linux x86_64" ]] || die "requirements/cpu.lock is for Linux on x86-64"
+current "${locks[@]}" && exit 0
+[[ $(uname -sm) == "Linux x86_64" ]] || die "the locks in requirements/ are for Linux on x86-64"
 
 find_python() {
     local candidate
@@ -48,8 +61,6 @@ if [[ ! -x $py || -e $busy ]] || ! "$py" -c 'import sys, pip; sys.exit(sys.versi
     say "making $venv with $python"
     "$python" -m venv --clear "$venv" || die "could not make $venv"
 fi
-rm -f "$stamp"
-touch "$busy"
 
 pip() { "$py" -m pip --disable-pip-version-check -qq "$@"; }
 
@@ -78,7 +89,7 @@ PYTHON
 
 # PyTorch's CPU index, where no folder of wheels has torch. An index that does not answer would cost
 # pip seconds for each package, and uv the whole install: so ask first.
-torch=$(sed -n 's/^torch==//p' "$lock")
+torch=$(sed -n 's/^torch==//p' "$(lock_of cpu)")
 have_torch() {
     "$py" -c "import sys, importlib.metadata as m; sys.exit(m.version('torch') != '$torch')" 2>/dev/null && return
     local i
@@ -103,8 +114,6 @@ fi
 compile=()
 [[ -z ${PYTHONDONTWRITEBYTECODE:-} ]] || compile=(--compile-bytecode)
 
-say "installing $(grep -c '==' "$lock") packages"
-start=$SECONDS
 export UV_PYTHON_DOWNLOADS=never
 uv_install() {
     local status=0
@@ -113,18 +122,29 @@ uv_install() {
     ((status < 128)) || exit "$status" # killed: leave the mark
     return "$status"
 }
-if pip install --retries 1 "uv==$uv_version" && uv_install --no-deps "${compile[@]}" "${sources[@]}" -r "$lock"; then
-    :
-else
-    say "uv could not install the lock, trying pip"
-    pip install --retries 1 --no-deps "${sources[@]}" -r "$lock" || {
-        (($? < 128)) || exit 1
-        rm -f "$busy" # both tools fail before they write: unlike after a kill, the venv can be kept
-        die "could not install requirements/cpu.lock (see above). It needs a package index$torch_note"
-    }
-fi
-# setuptools is in the lock: nothing is downloaded here.
-pip install --no-deps --no-build-isolation --no-index -e "$root" || die "could not install the project itself"
-
-key >"$busy" && mv "$busy" "$stamp"
-say "done in $((SECONDS - start)) s: $venv"
+install_lock() { # LOCK
+    local lock start=$SECONDS
+    lock=$(lock_of "$1")
+    say "installing $(grep -c '==' "$lock") packages of requirements/$1.lock"
+    rm -f "$(stamp_of "$1")"
+    touch "$busy"
+    if pip install --retries 1 "uv==$uv_version" && uv_install --no-deps "${compile[@]}" "${sources[@]}" -r "$lock"; then
+        :
+    else
+        say "uv could not install the lock, trying pip"
+        pip install --retries 1 --no-deps "${sources[@]}" -r "$lock" || {
+            (($? < 128)) || exit 1
+            rm -f "$busy" # both tools fail before they write: unlike after a kill, the venv can be kept
+            die "could not install requirements/$1.lock (see above). It needs a package index$torch_note"
+        }
+    fi
+    if [[ $1 == cpu ]]; then
+        # setuptools is in this lock: nothing is downloaded here.
+        pip install --no-deps --no-build-isolation --no-index -e "$root" || die "could not install the project itself"
+    fi
+    key "$1" >"$busy" && mv "$busy" "$(stamp_of "$1")"
+    say "done in $((SECONDS - start)) s: $venv"
+}
+for name in "${locks[@]}"; do
+    current "$name" || install_lock "$name"
+done
