@@ -98,7 +98,9 @@ def transformer_config(shape: ModelShape, trainer: TrainerConfig) -> Transformer
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": apex_accumulates_gradients(),
         "persist_layer_norm": False,
-        "deallocate_pipeline_outputs": True,
+        # An overlapped send may still read its tensor when the schedule drops it: only the send before is waited for
+        # (0.16.1), and the other side would get whatever is written there next.
+        "deallocate_pipeline_outputs": trainer.virtual_pipeline == 1,
         "finalize_model_grads_func": finalize_model_grads,
     }
     _check_shape(shape, trainer)

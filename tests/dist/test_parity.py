@@ -233,6 +233,30 @@ def test_three_layers_on_two_uneven_stages(tmp_path):
     tiny.assert_same_weights(found, expected.weights[-1], 1e-5)
 
 
+def sent_in_a_step(groups, trainer, folders):
+    """(elements when sent, elements after the step) of each activation that this rank sent without waiting."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    sent, plain = [], p2p_communication._p2p_ops
+
+    def watched(**arguments):
+        tensor = arguments["tensor_send_next"]
+        if tensor is not None:
+            sent.append((tensor, tensor.numel()))
+        return plain(**arguments)
+
+    p2p_communication._p2p_ops = watched
+    tiny.Rank(groups, trainer, *folders).step(BATCHES[0])
+    return [(elements, tensor.numel()) for tensor, elements in sent]
+
+
+def test_interleaved_stages_keep_what_they_are_still_sending(tmp_path):
+    folders = [tiny.save_model(tmp_path / str(seed), layers=4, seed=seed) for seed in (1, 2)]
+    sizes = {"pp": 2, "vpp": 2}
+    for sent in run_ranks(sent_in_a_step, tiny.trainer_config(microbatch_tokens=30, **sizes), folders, **sizes):
+        assert len(sent) > 4 and all(before == after > 1 for before, after in sent)
+
+
 def probabilities_of_all_tokens(groups, folder):
     """Sum over the vocabulary of the probability at each response position, by the head of the trainer."""
     from tba_megatron.trainer.head import response_logprobs
