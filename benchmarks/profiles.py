@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ranks import Model
-from tba_megatron.dist import Groups
-from tba_megatron.trainer.head import response_logprobs
+from tba_megatron.kernels.linear_logprob import linear_logprob
 from tba_megatron.trainer.model import Batch
 
 # Phase -> functions, each as (end of its file, name). None of them calls another of the table.
@@ -92,18 +91,18 @@ def operators(step: Callable[[], object], top: int = 10) -> dict[str, Any]:
     }
 
 
-def head_cpu_s(model: Model, batches: Sequence[Batch], groups: Groups) -> dict[str, float]:
+def head_cpu_s(model: Model, batches: Sequence[Batch]) -> dict[str, float]:
     """CPU seconds that the head takes of a step at one rank, forward and backward, from hidden states to the loss.
 
-    As the trainer computes it, through Megatron's output layer, and as torch's linear and cross entropy do.
+    As the trainer computes it, without logits, and as torch's linear and cross entropy do.
     """
     gpt = model.policy.chunks[0]
     weight: Any = gpt.shared_embedding_or_output_weight() if model.shape.tied else gpt.output_layer.weight
 
     def ours(hidden: Tensor, batch: Batch) -> Tensor:
-        logits, _ = gpt.output_layer(hidden.index_select(0, batch.rows), weight=weight)
-        head = {"temperature": model.head.temperature, "vocab_size": model.head.vocab_size, "groups": groups}
-        return response_logprobs(logits[:, 0], batch.labels, **head).sum()
+        rows, head = hidden[:, 0].index_select(0, batch.rows), model.head
+        settings = {"temperature": head.temperature, "valid_rows": head.vocab_size, "main_grad": weight.main_grad}
+        return linear_logprob(rows, weight, batch.labels, **settings).logprob.sum()
 
     def of_torch(hidden: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(F.linear(hidden[batch.rows, 0], weight), batch.labels, reduction="sum")

@@ -21,8 +21,8 @@ from tba_megatron.dist import STORE_FILE, Groups, prepare_trainer_environment
 
 if TYPE_CHECKING:
     from tba_megatron.models.architecture import Architecture, ModelShape
+    from tba_megatron.trainer.head import HeadSettings
     from tba_megatron.trainer.model import Policy
-    from tba_megatron.trainer.step import HeadSettings
 
 
 def prepare() -> None:
@@ -101,9 +101,9 @@ class Model:
 def build_model(groups: Groups, trainer: TrainerConfig, hf_config: Mapping[str, Any]) -> Model:
     """The model of a config.json, as ``tba_megatron/trainer/build.py`` builds it from a folder."""
     from tba_megatron.models.registry import ARCHITECTURES
+    from tba_megatron.trainer.head import HeadSettings
     from tba_megatron.trainer.load_hf import load_random
     from tba_megatron.trainer.model import build_chunks, build_policy
-    from tba_megatron.trainer.step import HeadSettings
 
     architecture = ARCHITECTURES[hf_config["architectures"][0]]
     shape = architecture.read(hf_config)

@@ -47,6 +47,10 @@ class ModelError(TbaError):
     exit_code = 2
 
 
+class KernelError(TbaError):
+    """A kernel was given what it cannot compute: a temperature, a label, dtypes or shapes."""
+
+
 class CheckpointError(TbaError):
     """A checkpoint cannot be written or read."""
 

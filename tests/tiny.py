@@ -130,10 +130,10 @@ class Rank:
     def __init__(self, groups, trainer: TrainerConfig, folder: Path, reference_folder: Path | None = None) -> None:
         from tba_megatron.loss.balance import TbVarGradLoss
         from tba_megatron.models.registry import read_model
+        from tba_megatron.trainer.head import HeadSettings
         from tba_megatron.trainer.load_hf import load_hf
         from tba_megatron.trainer.model import build_chunks, build_policy
         from tba_megatron.trainer.reference import Reference
-        from tba_megatron.trainer.step import HeadSettings
 
         self.groups, self.trainer = groups, trainer
         self.architecture, self.shape = read_model(folder)

@@ -11,30 +11,11 @@ mean of the group and raises the others, towards the reference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from tba_megatron.loss.base import LossInputs, LossOutput, segment_mean, segment_sum
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Balance:
-    """The terms of the family. ``logprob_S`` has a gradient, the others have none."""
-
-    logprob_S: Tensor
-    kl_S: Tensor
-    log_z_G: Tensor
-    advantage_S: Tensor
-
-
-def _balance(inputs: LossInputs, beta: float) -> _Balance:
-    logprob_S = segment_sum(inputs.logprob_T, inputs.sequence_index_T, inputs.n_sequences)
-    kl_S = (logprob_S - inputs.reference_logprob_S).detach()
-    log_z_G = segment_mean(inputs.reward_S / beta - kl_S, inputs.copies_S, inputs.group_index_S, inputs.n_groups)
-    advantage_S = inputs.reward_S - beta * (kl_S + log_z_G[inputs.group_index_S])
-    return _Balance(logprob_S=logprob_S, kl_S=kl_S, log_z_G=log_z_G, advantage_S=advantage_S)
+from tba_megatron.kernels.balance import BalanceOut, balance, segment_sum
+from tba_megatron.loss.base import LossInputs, LossOutput
 
 
 class TbVarGradLoss:
@@ -49,12 +30,8 @@ class TbVarGradLoss:
         self._beta = beta
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        b = _balance(inputs, self._beta)
-        residual_S = (
-            b.log_z_G[inputs.group_index_S] + b.logprob_S - inputs.reference_logprob_S - inputs.reward_S / self._beta
-        )
-        loss = (inputs.copies_S * residual_S.square()).sum() * (self._beta / 2 / inputs.normaliser)
-        return _output(loss, b, inputs, self._beta)
+        b = _balance(inputs, inputs.logprob_T, self._beta)
+        return _output(b.loss, b, inputs, self._beta)
 
 
 class TbaPrimeLoss:
@@ -66,25 +43,39 @@ class TbaPrimeLoss:
         self._beta = beta
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        b = _balance(inputs, self._beta)
-        loss = -(inputs.copies_S * b.advantage_S * b.logprob_S).sum() / inputs.normaliser
+        b = _balance(inputs, inputs.logprob_T.detach(), self._beta)
+        # The coefficient of a sequence is -copies A / normaliser.
+        loss = (b.coefficient[inputs.sequence_index_T] * inputs.logprob_T).sum()
         return _output(loss, b, inputs, self._beta)
 
 
+def _balance(inputs: LossInputs, logprob_T: Tensor, beta: float) -> BalanceOut:
+    return balance(
+        logprob_T,
+        inputs.sequence_index_T,
+        inputs.group_index_S,
+        reward_over_beta=inputs.reward_S / beta,
+        copies=inputs.copies_S,
+        n_groups=inputs.n_groups,
+        scale=beta / 2 / inputs.normaliser,
+        reference_sums=inputs.reference_logprob_S,
+    )
+
+
 @torch.no_grad()
-def _output(loss: Tensor, b: _Balance, inputs: LossInputs, beta: float) -> LossOutput:
+def _output(loss: Tensor, b: BalanceOut, inputs: LossInputs, beta: float) -> LossOutput:
     copies_S = inputs.copies_S
     length_S = segment_sum(torch.ones_like(inputs.logprob_T), inputs.sequence_index_T, inputs.n_sequences)
-    abs_advantage_S = b.advantage_S.abs()
+    abs_advantage_S = beta * b.residual.abs()
     return LossOutput(
         loss=loss,
         sums={
-            "loss": loss.detach().double(),
+            "loss": loss.detach(),
             "rollouts": copies_S.sum(),
             "groups": copies_S.new_tensor(float(inputs.n_groups)),
-            "rollout/residual_square": (copies_S * (b.advantage_S / beta).square()).sum(),
-            "rollout/kl": (copies_S * b.kl_S).sum(),
-            "group/log_z": b.log_z_G.sum(),
+            "rollout/residual_square": (copies_S * b.residual.square()).sum(),
+            "rollout/kl": (copies_S * b.kl).sum(),
+            "group/log_z": b.log_z.sum(),
             "rollout/reward": (copies_S * inputs.reward_S).sum(),
             "rollout/abs_advantage": (copies_S * abs_advantage_S).sum(),
             "rollout/completion_tokens": (copies_S * length_S).sum(),

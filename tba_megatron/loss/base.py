@@ -113,18 +113,6 @@ def join_inputs(parts: Sequence[LossInputs]) -> LossInputs:
     )
 
 
-def segment_sum(values: Tensor, index: Tensor, n_segments: int) -> Tensor:
-    """Sums of ``values`` by ``index``, in float64; [n_segments], 0 where a segment has no values."""
-    zeros = torch.zeros(n_segments, dtype=torch.float64, device=values.device)
-    return zeros.index_add(0, index, values.double())
-
-
-def segment_mean(values_S: Tensor, weights_S: Tensor, index_S: Tensor, n_segments: int) -> Tensor:
-    """Weighted means by ``index_S``; [n_segments], 0 where a segment has no weight."""
-    weight = segment_sum(weights_S, index_S, n_segments)
-    return segment_sum(weights_S * values_S, index_S, n_segments) / weight.where(weight > 0, 1.0)
-
-
 def mean_statistics(sums: Mapping[str, float]) -> dict[str, float]:
     """For each globally added sum ``unit/x``: the mean ``x`` over ``units``. Others stay sums."""
     means: dict[str, float] = {}

@@ -21,10 +21,10 @@ from tba_megatron.models.registry import read_model
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.export_hf import export_hf
+from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.load_hf import load_hf, read_headers
 from tba_megatron.trainer.model import Policy, build_chunks, build_policy
 from tba_megatron.trainer.reference import Reference
-from tba_megatron.trainer.step import HeadSettings
 
 ATTEMPTS = "attempts.json"  # the step at which each attempt began
 

@@ -1,28 +1,74 @@
-"""From logits to the log-probs of the tokens that were taken.
+"""From hidden states to log-probs of the tokens that were taken: ``kernels.linear_logprob`` as the output layer.
 
-R response positions, V vocabulary.
+T packed tokens, R response positions, H hidden size, V rows of this rank's shard of the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
 import torch
-import torch.nn.functional as F
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from tba_megatron.dist import Groups
+from tba_megatron.kernels.linear_logprob import linear_logprob
+from tba_megatron.trainer.model import Batch, forward
 
 
-def response_logprobs(logits: Tensor, labels: Tensor, *, temperature: float, vocab_size: int, groups: Groups) -> Tensor:
-    """log softmax(logits / temperature)[label], in nats, float32, [R].
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSettings:
+    """What turns hidden states into log-probs, beside the weights."""
 
-    ``logits`` is [R, V / tp]: this rank's columns. Padded columns of the vocabulary never get probability.
+    temperature: float
+    vocab_size: int
+
+
+def forward_responses(chunk: torch.nn.Module, batch: Batch, head: HeadSettings, groups: Groups) -> Tensor:
+    """Log-probs float32 [R] at the response positions on the last stage, hidden states for the next stage elsewhere.
+
+    No logits are kept: neither for the backward pass nor, larger than a chunk of the vocabulary, within this one.
     """
-    if groups.tp_size == 1:
-        return -F.cross_entropy(logits[:, :vocab_size].float() / temperature, labels, reduction="none")
-    scaled = logits.float() / temperature
-    first = groups.tp_rank * scaled.shape[1]
-    padding = torch.arange(first, first + scaled.shape[1], device=scaled.device) >= vocab_size
-    masked = scaled.masked_fill(padding, -torch.inf)
-    # Megatron's op wants [s, b, v] and overwrites float32 logits (0.16.1); masked_fill has just made a copy.
-    return -vocab_parallel_cross_entropy(masked[:, None], labels[:, None])[:, 0]
+    gpt: Any = chunk
+    while hasattr(gpt, "module"):  # DDP, Float16Module
+        gpt = gpt.module
+    if not gpt.post_process:
+        return forward(chunk, batch)
+
+    def logprobs(hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
+        """Called as ColumnParallelLinear.forward (0.16.1): ``hidden`` [T, 1, H]; [R, 1], which GPTModel transposes."""
+        sequence_parallel = gpt.config.sequence_parallel
+        if sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)  # its backward pass sums over ranks
+        rows: Tensor = gpt.output_layer.weight if weight is None else weight  # given where embeddings are tied
+        first = groups.tp_rank * rows.shape[0]
+        out = linear_logprob(
+            hidden[:, 0].index_select(0, batch.rows),
+            rows,
+            batch.labels,
+            temperature=head.temperature,
+            tp_group=cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group()),
+            vocab_start=first,
+            valid_rows=min(max(head.vocab_size - first, 0), rows.shape[0]),
+            reduce_hidden_grad=not sequence_parallel,
+            main_grad=getattr(rows, "main_grad", None) if rows.requires_grad else None,
+        )
+        return out.logprob[:, None], None
+
+    with _computing(gpt.output_layer, logprobs):
+        return forward(chunk, batch)[0]
+
+
+@contextmanager
+def _computing(layer: Any, function: Any) -> Iterator[None]:
+    """``layer`` computes ``function`` meanwhile. GPTModel offers no place for another head (0.16.1)."""
+    layer.forward = function  # an attribute of the object goes before the method of its class
+    try:
+        yield
+    finally:
+        del layer.forward

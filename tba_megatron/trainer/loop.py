@@ -23,12 +23,13 @@ from tba_megatron.trainer.exchange import (
     return_to_owners,
     share_packs,
 )
+from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.model import Policy, to_device
 from tba_megatron.trainer.notes import DrawFacts, Note, draw_facts
 from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.recording import Recorder
 from tba_megatron.trainer.reference import Reference
-from tba_megatron.trainer.step import HeadSettings, update
+from tba_megatron.trainer.step import update
 from tba_megatron.transport.rollouts import RolloutInbox
 from tba_megatron.types import (
     Action,

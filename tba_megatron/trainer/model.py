@@ -194,28 +194,6 @@ def forward(gpt: torch.nn.Module, batch: Batch) -> Tensor:
     return gpt(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
 
 
-def forward_responses(chunk: torch.nn.Module, batch: Batch) -> Tensor:
-    """Logits [R, V / tp] at the response positions on the last stage, hidden states for the next stage elsewhere.
-
-    The positions are chosen before the output layer, so nothing of size T x V exists. With sequence parallelism that
-    layer gathers the positions itself, and they are chosen after it.
-    """
-    gpt: Any = chunk
-    while hasattr(gpt, "module"):  # DDP, Float16Module
-        gpt = gpt.module
-    if not gpt.post_process:
-        return forward(chunk, batch)
-    if gpt.config.sequence_parallel:
-        return forward(chunk, batch)[0, batch.rows]
-
-    def select(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *rest = inputs  # [T, 1, H]
-        return hidden.index_select(0, batch.rows), *rest
-
-    with gpt.output_layer.register_forward_pre_hook(select):
-        return forward(chunk, batch)[0]
-
-
 def named_parameters(chunks: Sequence[GPTModel]) -> Mapping[str, torch.nn.Parameter]:
     """This rank's parameters under Megatron's plain names, with layers counted over the whole model.
 

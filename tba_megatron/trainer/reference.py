@@ -12,9 +12,10 @@ from tba_megatron.config import TrainerConfig
 from tba_megatron.dist import Groups
 from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.packing import Pack, unpack_sums
+from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.load_hf import load_hf
 from tba_megatron.trainer.model import build_chunks, to_device
-from tba_megatron.trainer.step import HeadSettings, sequence_logprobs
+from tba_megatron.trainer.step import sequence_logprobs
 from tba_megatron.types import RolloutId
 
 

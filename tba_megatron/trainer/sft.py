@@ -19,10 +19,11 @@ from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.build import read_model_together
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.export_hf import export_hf
+from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.load_hf import load_hf, load_random
 from tba_megatron.trainer.model import Policy, build_chunks, build_policy, to_device
 from tba_megatron.trainer.offline import OfflineLoop, Saving, StepData, restore
-from tba_megatron.trainer.step import HeadSettings, Update, sequence_logprobs
+from tba_megatron.trainer.step import Update, sequence_logprobs
 from tba_megatron.types import TokenIds
 
 Demonstration = tuple[TokenIds, TokenIds]  # prompt, completion

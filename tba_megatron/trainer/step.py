@@ -17,18 +17,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from tba_megatron.dist import Groups
-from tba_megatron.loss.base import Loss, LossOutput, join_inputs, loss_inputs, mean_statistics, segment_sum
+from tba_megatron.kernels.balance import segment_sum
+from tba_megatron.loss.base import Loss, LossOutput, join_inputs, loss_inputs, mean_statistics
 from tba_megatron.packing import padding
-from tba_megatron.trainer.head import response_logprobs
-from tba_megatron.trainer.model import Batch, Policy, forward_responses, to_device
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadSettings:
-    """What turns logits into log-probs."""
-
-    temperature: float
-    vocab_size: int
+from tba_megatron.trainer.head import HeadSettings, forward_responses
+from tba_megatron.trainer.model import Batch, Policy, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,18 +37,19 @@ class Update:
 def _run_schedule(
     chunks: Sequence[torch.nn.Module],
     batches: Sequence[Batch],
-    on_logits: Callable[[Tensor, Batch], tuple[Tensor, object]],
+    on_logprobs: Callable[[Tensor, Batch], tuple[Tensor, object]],
+    head: HeadSettings,
     groups: Groups,
     *,
     forward_only: bool,
 ) -> list:
-    """Megatron's schedule for this pipeline size; what ``on_logits`` returned on the last stage, in order."""
+    """Megatron's schedule for this pipeline size; what ``on_logprobs`` made of [R] log-probs, on the last stage."""
     n_batches = len(batches)
     batches = fill_up(batches, len(chunks), groups)
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module):
         batch = next(batches)
-        return forward_responses(model, batch), lambda logits: on_logits(logits, batch)
+        return forward_responses(model, batch, head, groups), lambda logprobs: on_logprobs(logprobs, batch)
 
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -81,13 +75,12 @@ def sequence_logprobs(
 ) -> list[Tensor]:
     """Sum of the completion's log-probs for each sequence: float64 [S] a microbatch, on the last stage only."""
 
-    def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        logprobs = _logprobs(logits, batch, head, groups)
+    def on_logprobs(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         sums = segment_sum(logprobs, batch.sequence_index, batch.host.n_sequences)
-        return logits.new_zeros(()), sums.clone()
+        return logprobs.new_zeros(()), sums.clone()
 
     with torch.no_grad():
-        return _run_schedule(chunks, batches, on_logits, groups, forward_only=True)
+        return _run_schedule(chunks, batches, on_logprobs, head, groups, forward_only=True)
 
 
 def token_logprobs(
@@ -95,21 +88,11 @@ def token_logprobs(
 ) -> list[Tensor]:
     """Log-probs of the response tokens: float32 [R] a microbatch, on the last stage only."""
 
-    def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        return logits.new_zeros(()), _logprobs(logits, batch, head, groups).clone()
+    def on_logprobs(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        return logprobs.new_zeros(()), logprobs.clone()
 
     with torch.no_grad():
-        return _run_schedule(chunks, batches, on_logits, groups, forward_only=True)
-
-
-def _logprobs(logits: Tensor, batch: Batch, head: HeadSettings, groups: Groups) -> Tensor:
-    return response_logprobs(
-        logits,
-        batch.labels,
-        temperature=head.temperature,
-        vocab_size=head.vocab_size,
-        groups=groups,
-    )
+        return _run_schedule(chunks, batches, on_logprobs, head, groups, forward_only=True)
 
 
 def update(
@@ -135,15 +118,14 @@ def update(
 
     split = _split_groups(policy, batches, loss, normaliser, head, groups)
 
-    def on_logits(logits: Tensor, batch: Batch) -> tuple[Tensor, LossOutput]:
-        logprobs = _logprobs(logits, batch, head, groups)
+    def on_logprobs(logprobs: Tensor, batch: Batch) -> tuple[Tensor, LossOutput]:
         if batch.host.split_group < 0:
             output = loss(loss_inputs(batch.host, logprobs, normaliser=normaliser))
         else:
             output = LossOutput(loss=(logprobs * split.gradients[id(batch)]).sum(), sums={})
         return (output.loss * scale).float(), output
 
-    parts = _run_schedule(policy.ddp, batches, on_logits, groups, forward_only=False) + split.outputs
+    parts = _run_schedule(policy.ddp, batches, on_logprobs, head, groups, forward_only=False) + split.outputs
     # Before the update, so that step k of a warm-up of w steps is made at k / w of the peak, and none at rate 0.
     policy.scheduler.step(1)
     norm, skipped = _apply_gradient(policy)

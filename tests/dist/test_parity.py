@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -259,27 +260,26 @@ def test_interleaved_stages_keep_what_they_are_still_sending(tmp_path):
 
 def probabilities_of_all_tokens(groups, folder):
     """Sum over the vocabulary of the probability at each response position, by the head of the trainer."""
-    from tba_megatron.trainer.head import response_logprobs
-    from tba_megatron.trainer.model import forward, to_device
+    from tba_megatron.trainer.head import HeadSettings, forward_responses
+    from tba_megatron.trainer.model import to_device
 
     rank = tiny.Rank(groups, tiny.trainer_config(tp=groups.tp_size), folder)
     (pack,) = rank.packs(BATCHES[0][:1])
     batch = to_device(pack.microbatch, groups.device)
+    head = HeadSettings(temperature=0.7, vocab_size=tiny.VOCAB)
+    chunk = rank.policy.chunks[0]
     with torch.no_grad():
-        logits = forward(rank.policy.chunks[0], batch)
         total = torch.zeros(len(batch.rows))
         for token in range(tiny.VOCAB):
-            labels = torch.full_like(batch.labels, token)
-            total += response_logprobs(
-                logits[0, batch.rows], labels, temperature=0.7, vocab_size=tiny.VOCAB, groups=groups
-            ).exp()
-    return logits.shape[-1], total
+            of_token = replace(batch, labels=torch.full_like(batch.labels, token))
+            total += forward_responses(chunk, of_token, head, groups).exp()
+    return chunk.shared_embedding_or_output_weight().shape[0], total
 
 
 @pytest.mark.parametrize("kind", ["qwen2_tied", "qwen2_untied"])
 def test_padded_tokens_get_no_probability(kind, folders):
-    for columns, total in run_ranks(probabilities_of_all_tokens, folders[kind][0], tp=2):
-        assert columns == 64  # of 19 real ones, so that the second rank holds padding only
+    for rows, total in run_ranks(probabilities_of_all_tokens, folders[kind][0], tp=2):
+        assert rows == 64  # of 19 real ones, so that the second rank holds padding only
         torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-6)
 
 
