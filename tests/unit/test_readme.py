@@ -15,7 +15,14 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [
     ROOT / name
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/parallelism.md")
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "benchmarks/README.md",
+        "docs/parallelism.md",
+        "docs/kernels.md",
+    )
 ]
 TOP = ("tba_megatron", "megatron_patches", "configs", "scripts", "tests", "benchmarks", "requirements", "docs")
 

@@ -1,0 +1,240 @@
+"""Both ops on a GPU: parity with the specification, milliseconds, share of the GEMM rate, memory, beside other ways.
+
+The device is an argument, and so is how it is timed: on a CPU the same lines run, and their figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.head_methods import Exact, LogProb, Problem, Shape, exact_logprob, liger, make_problem, naive, ours
+from benchmarks.kernel_parity import CASES, GRADIENT_LIMIT, balance_inputs, compare, compare_balance
+from tba_megatron.kernels.balance import Impl
+
+SHAPES = (
+    Shape(tokens=16384, hidden=3584, vocabulary=152064),
+    Shape(tokens=16384, hidden=3584, vocabulary=38016),  # the same on one of four tensor ranks
+    Shape(tokens=2048, hidden=3584, vocabulary=152064),
+    Shape(tokens=8192, hidden=4096, vocabulary=128256),
+    Shape(tokens=4096, hidden=1024, vocabulary=49152),
+)
+SWEEP = (4096, 8192, 16384, 32768)  # columns at a time
+GEMM_COLUMNS = 32768
+BALANCE = (16384, 64, 8)  # tokens, sequences, groups
+OURS = "linear_logprob"
+OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "not started: out of time"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    device: torch.device
+    shapes: tuple[Shape, ...]
+    impls: tuple[Impl, ...]  # of both ops, the first with all variants
+    compile_backend: str
+    sweep: tuple[int, ...]  # columns at a time, tried at the first shape
+    repetitions: int
+    deadline_s: float  # of time.perf_counter
+
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline_s
+
+    def milliseconds(self, step: Callable[[], Any]) -> dict[str, float]:
+        for _ in range(2):
+            step()
+        times = [self._once(step) for _ in range(self.repetitions)]
+        return {"median": round(statistics.median(times), 3), "min": round(min(times), 3)}
+
+    def _once(self, step: Callable[[], Any]) -> float:
+        if self.device.type != "cuda":
+            started = time.perf_counter()
+            step()
+            return (time.perf_counter() - started) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def peak_mib(self, step: Callable[[], Any]) -> float | None:
+        """Most memory allocated during ``step``, above what was before; None where the device does not count."""
+        if self.device.type != "cuda":
+            step()
+            return None
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        step()
+        return round((torch.cuda.max_memory_allocated(self.device) - before) / 2**20, 1)
+
+    def clear(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def on_cuda(*, quick: bool, deadline_s: float) -> Bench:
+    return Bench(
+        device=torch.device("cuda", torch.cuda.current_device()),
+        shapes=SHAPES[2:3] + SHAPES[-1:] if quick else SHAPES,
+        impls=("triton", "torch"),
+        compile_backend="inductor",
+        sweep=() if quick else SWEEP,
+        repetitions=3 if quick else 7,
+        deadline_s=deadline_s,
+    )
+
+
+def measure(bench: Bench, report: dict[str, Any]) -> None:
+    """Fill ``report`` part by part. ``ok``: both ops agree with their specification, and logits were not rounded."""
+    report |= {"ok": False, **_about(bench.device)}
+    _, report["liger_kernel"] = liger(bench.device)
+    report["parity"] = parity(bench)
+    report["balance"] = _balance(bench)
+    rows: dict[str, Any] = {}
+    report["shapes"] = rows
+    for shape in bench.shapes:
+        rows[str(shape)] = OUT_OF_TIME if bench.late() else _shape(bench, shape)
+        bench.clear()
+    exact = [row["exact"] for found in rows.values() if isinstance(found, dict) for row in _ours(found["methods"])]
+    claims = {
+        "linear_logprob is its specification": all(case["ok"] for case in report["parity"].values()),
+        "balance is its specification": all(report["balance"]["parity"][impl]["ok"] for impl in bench.impls),
+        "log-probs are exact at every shape": bool(exact) and all(exact),
+    }
+    report |= {"claims": claims, "ok": all(claims.values())}
+
+
+def _about(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {"device": str(device), "torch": torch.__version__, "cuda": torch.version.cuda}
+    try:
+        found["triton"] = importlib.import_module("triton").__version__
+    except ModuleNotFoundError:
+        found["triton"] = "not installed"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        capability = f"{properties.major}.{properties.minor}"
+        found |= {"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)}
+        found |= {"capability": capability, "multiprocessors": properties.multi_processor_count}
+    return found
+
+
+def parity(bench: Bench) -> dict[str, Any]:
+    found = {}
+    for impl in bench.impls:
+        for dtype in GRADIENT_LIMIT:
+            _say(f"parity: {impl}, {dtype}")
+            for case in CASES:
+                name = f"{case.name}, {str(dtype).removeprefix('torch.')}, {impl}"
+                found[name] = compare(case, dtype, impl, bench.device)
+    return found
+
+
+def _balance(bench: Bench) -> dict[str, Any]:
+    _say("balance")
+    found: dict[str, Any] = {"parity": compare_balance(balance_inputs(2000, 23, 7, bench.device), bench.impls)}
+    inputs = balance_inputs(*BALANCE, bench.device)
+    leaf = inputs.logprob.clone().requires_grad_()
+
+    def step(impl: Impl) -> None:
+        leaf.grad = None
+        inputs.run(leaf, impl).loss.backward()
+
+    found["tokens, sequences, groups"] = list(BALANCE)
+    found["forward_backward_ms"] = {impl: bench.milliseconds(lambda impl=impl: step(impl)) for impl in bench.impls}
+    return found
+
+
+def _shape(bench: Bench, shape: Shape) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    try:
+        problem = make_problem(shape, torch.bfloat16, bench.device)
+        exact = exact_logprob(problem)
+        rates = gemm_tflops(bench, problem)
+    except torch.OutOfMemoryError:
+        return {"result": OUT_OF_MEMORY, "methods": rows}
+    gemm_ms = 2e-9 * shape.tokens * shape.hidden * shape.vocabulary / rates["bfloat16 logits"]
+    for name, n_gemms, method, given in _methods(bench, problem, sweep=shape == bench.shapes[0]):
+        _say(f"{shape}: {name}")
+        row: Any = OUT_OF_TIME if bench.late() else _row(bench, given, method, exact)
+        if isinstance(row, dict):
+            share = n_gemms * gemm_ms / row["forward_backward_ms"]["median"]
+            row |= {"gemms": n_gemms, "share_of_gemm_rate": round(share, 3)}
+        rows[name] = row
+        problem.drop_gradients()
+        bench.clear()
+    gradients = (problem.hidden.nbytes + problem.weight.nbytes) / 2**20
+    return {"gemm_tflops": rates, "gemm_ms": gemm_ms, "gradients_mib": round(gradients, 1), "methods": rows}
+
+
+def _methods(bench: Bench, problem: Problem, *, sweep: bool) -> Iterator[tuple[str, int, LogProb, Problem]]:
+    """(name, number of matrix products of forward and backward, method, what it is given)."""
+    for impl in bench.impls:
+        yield f"{OURS}, {impl}", 4, ours(impl=impl), problem
+    impl = bench.impls[0]
+    main_grad = torch.zeros(problem.weight.shape, device=bench.device)
+    yield f"{OURS}, {impl}, into main_grad", 4, ours(impl=impl, main_grad=main_grad), problem
+    del main_grad
+    frozen = replace(problem, weight=problem.weight.detach())
+    yield f"{OURS}, {impl}, frozen weight", 3, ours(impl=impl), frozen
+    for columns in bench.sweep if sweep else ():
+        yield f"{OURS}, {impl}, {columns} columns at a time", 4, ours(impl=impl, chunk=columns), problem
+    yield "naive logits", 3, naive, problem
+    torch.compiler.reset()
+    yield "naive logits, torch.compile", 3, torch.compile(naive, backend=bench.compile_backend, dynamic=False), problem
+    found, note = liger(bench.device)
+    if found is not None:
+        yield f"liger-kernel, {note}", 4, found, problem
+
+
+def _ours(methods: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from (row for name, row in methods.items() if name.startswith(OURS) and isinstance(row, dict))
+
+
+def _row(bench: Bench, problem: Problem, method: LogProb, exact: Exact) -> dict[str, Any] | str:
+    try:
+        error = exact.error(problem.forward(method))
+        peak = bench.peak_mib(lambda: problem.forward_backward(method))
+        problem.drop_gradients()
+        forward = bench.milliseconds(lambda: problem.forward(method))
+        both = bench.milliseconds(lambda: problem.forward_backward(method))
+    except torch.OutOfMemoryError:
+        return OUT_OF_MEMORY
+    return {
+        "logprob_error": error,
+        "exact": error <= exact.limit,
+        "peak_mib": peak,
+        "forward_ms": forward,
+        "forward_backward_ms": both,
+    }
+
+
+@torch.no_grad()
+def gemm_tflops(bench: Bench, problem: Problem) -> dict[str, float]:
+    """Rates of the head's products at ``GEMM_COLUMNS`` columns: logits as a model makes them, then as the op does."""
+    hidden, rows = problem.hidden, problem.weight[:GEMM_COLUMNS]
+    logits = hidden @ rows.t()
+    products = {
+        "bfloat16 logits": lambda: torch.mm(hidden, rows.t(), out=logits),
+        "float32 logits": lambda: _product(hidden, rows.t()),
+        "hidden gradient": lambda: _product(logits, rows),
+        "weight gradient": lambda: _product(logits.t(), hidden),
+    }
+    flops = 2 * hidden.shape[0] * hidden.shape[1] * len(rows)
+    return {name: flops / bench.milliseconds(step)["median"] / 1e9 for name, step in products.items()}
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b with a float32 result; a CPU has no such product of bfloat16 matrices."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
