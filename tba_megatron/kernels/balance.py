@@ -188,6 +188,9 @@ def _check_sequences(group_index: Tensor, n_groups: int, scale: float, **terms: 
                 f"balance: {name} has shape {list(term.shape)}, group_index {list(group_index.shape)}; give [S] to both"
             )
     _check_index("group_index", group_index, n_groups)
+    copies = terms["copies"]
+    if copies.device.type == "cpu" and (copies < 0).any():
+        raise KernelError(f"balance: copies[{int(copies.argmin())}] is {float(copies.min())}; give counts")
 
 
 def _check_index(name: str, index: Tensor, n: int) -> None:

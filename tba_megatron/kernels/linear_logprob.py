@@ -27,7 +27,6 @@ from tba_megatron.kernels.torch_rows import Upstream, new_statistics, rescale
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}  # float32 logits of a chunk: what a cache holds; what a GEMM needs
 MIN_COLUMNS = 256
-WHOLE_BYTES = 1 << 20  # logits up to this size may be one chunk
 TEMPERATURES = (1e-30, 1e30)  # their reciprocals are float32 numbers
 
 
@@ -59,8 +58,9 @@ def linear_logprob(
 ) -> LogprobOut:
     """log softmax(hidden weight^T / temperature)[label] for each token.
 
-    ``hidden`` [T, H] and ``weight`` [V, H] have one dtype of float32, bfloat16 and float16. ``labels`` [T] are global
-    ids; negative ones are ignored, whatever the hidden state. ``temperature`` is a number or [T].
+    ``hidden`` [T, H] and ``weight`` [V, H] have one dtype of float32, bfloat16 and float16, of which the last needs a
+    loss that is scaled for it. ``labels`` [T] are global ids; negative ones are ignored, whatever the hidden state and
+    the temperature. ``temperature`` is a number or [T].
 
     ``weight`` holds the rows from ``vocab_start`` on; those from ``valid_rows`` on are padding, which never gets
     probability nor gradient. ``tp_group`` holds the other rows; all its ranks call with the same hidden and labels.
@@ -68,14 +68,18 @@ def linear_logprob(
     gather's backward pass does.
 
     ``entropy`` of each distribution has a gradient only with ``entropy_grad``. ``chunk`` is how many columns of the
-    vocabulary are computed at a time. With ``main_grad`` [V, H] the gradient of ``weight`` is added to it in float32
-    and ``weight.grad_added_to_main_grad`` is set, as Megatron's LinearWithGradAccumulationAndAsyncCommunication does
-    (0.16.1): ``weight.grad`` then holds nothing of it, and zeros where ``weight.zero_out_wgrad`` asks for them.
+    vocabulary are computed at a time. With ``main_grad`` [V, H], float32, the gradient of the parameter ``weight`` is
+    added to it and ``weight.grad_added_to_main_grad`` is set, as Megatron's
+    LinearWithGradAccumulationAndAsyncCommunication does (0.16.1). What autograd gets instead is to be dropped: memory
+    that was never written, or zeros where ``weight.zero_out_wgrad`` asks for them.
 
-    KernelError, the same on all ranks of ``tp_group``, for a temperature that is not positive, a label that no rank
-    holds, and arguments of the wrong shape or dtype.
+    KernelError for a temperature that is not positive, a label that no rank holds, and arguments of the wrong shape or
+    dtype: the same on all ranks of ``tp_group`` that are given the same.
     """
-    _check(hidden, weight, labels, temperature, valid_rows, entropy, entropy_grad, chunk, main_grad)
+    _check(hidden, weight, labels, valid_rows, entropy, entropy_grad, chunk, main_grad)
+    _check_temperature(temperature, labels)
+    if vocab_start < 0:
+        raise KernelError(f"linear_logprob: vocab_start is {vocab_start}; it is the id of the first row of weight")
     taken = labels >= 0
     n_taken = int(taken.sum())
     temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(len(labels))
@@ -92,6 +96,7 @@ def linear_logprob(
         kernels=_row_kernels(impl, hidden.device),
         chunk=chunk,
         main_grad=main_grad,
+        parameter=None if main_grad is None else weight,
     )
     with _full_precision(hidden.device):
         logprob, entropies, lses = _LinearLogprob.apply(  # type: ignore[misc]
@@ -119,14 +124,14 @@ class _Call:
     kernels: ModuleType
     chunk: int | None
     main_grad: Tensor | None
+    parameter: Tensor | None  # with main_grad the weight itself: hooks on saved tensors (checkpoint) give back another
 
     def chunks(self, n_tokens: int, device: torch.device) -> list[slice]:
         """This rank's columns of the vocabulary, in pieces."""
         columns = self.chunk
         if columns is None:
             columns = max(MIN_COLUMNS, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * n_tokens))
-            if 4 * n_tokens * self.n_rows > WHOLE_BYTES:
-                columns = min(columns, -(-self.n_rows // 2))
+            columns = min(columns, max(1, -(-self.n_rows // 2)))  # logits are never whole, however small
         return [slice(first, min(first + columns, self.n_rows)) for first in range(0, self.n_rows, columns)]
 
 
@@ -151,7 +156,8 @@ class _LinearLogprob(torch.autograd.Function):
         lse = statistics.maximum + log_sum
         entropy = None if statistics.moment is None else log_sum - statistics.moment / statistics.exp_sum
         ctx.save_for_backward(
-            hidden, weight, labels, inverse_temperature, statistics.maximum, statistics.exp_sum, entropy
+            *(hidden, weight, labels, inverse_temperature, statistics.maximum, statistics.exp_sum),
+            entropy if call.entropy_grad else None,
         )
         ctx.call = call
         ctx.mark_non_differentiable(lse, *([] if entropy is None or call.entropy_grad else [entropy]))
@@ -172,7 +178,7 @@ def _gradients(ctx: Any, logprob_grad: Tensor, entropy_grad: Tensor | None):
     upstream = Upstream(
         maximum=maximum,
         exp_sum=exp_sum,
-        entropy=entropy if call.entropy_grad else None,
+        entropy=entropy,
         logprob_grad=logprob_grad.contiguous(),
         entropy_grad=entropy_grad.contiguous() if call.entropy_grad and entropy_grad is not None else None,
     )
@@ -198,7 +204,7 @@ def _gradients(ctx: Any, logprob_grad: Tensor, entropy_grad: Tensor | None):
         dist.all_reduce(hidden_grad, group=call.tp_group)
     return (
         None if hidden_grad is None else hidden_grad.to(hidden.dtype),
-        _handed_over(weight, call.main_grad, weight_grad) if wants_weight else None,
+        (weight_grad if call.parameter is None else _stand_in(call.parameter)) if wants_weight else None,
         None,
         None,
         None,
@@ -218,13 +224,11 @@ def _join(statistics: torch_rows.Statistics, group: dist.ProcessGroup) -> None:
         mine.copy_(total)
 
 
-def _handed_over(weight: Tensor, main_grad: Tensor | None, weight_grad: Tensor | None) -> Tensor | None:
-    """The gradient that autograd gets: ours, or a stand-in where it is in ``main_grad`` already."""
-    if main_grad is None:
-        return weight_grad
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+def _stand_in(parameter: Tensor) -> Tensor:
+    """What autograd gets for a gradient that is in ``main_grad`` already."""
+    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     # Megatron's hook adds weight.grad all the same where zero_out_wgrad is set: a tied embedding's part is in it.
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    return torch.zeros_like(parameter) if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
 
 
 def _full_precision(device: torch.device) -> torch.autocast:
@@ -264,7 +268,6 @@ def _check(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    temperature: float | Tensor,
     valid_rows: int | None,
     entropy: bool,
     entropy_grad: bool,
@@ -281,11 +284,13 @@ def _check(
     if labels.shape != hidden.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
         found = f"{tuple(labels.shape)} of {labels.dtype}"
         raise KernelError(f"linear_logprob: labels are {found}; they must be {len(hidden)} integers, one a token")
-    if hidden.is_cuda and hidden.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        raise KernelError(
-            f"linear_logprob: float32 products have the precision {torch.get_float32_matmul_precision()!r}, which "
-            "rounds logits to TF32; call torch.set_float32_matmul_precision('highest')"
-        )
+    if not hidden.is_cuda or hidden.dtype == torch.float32:
+        library: Any = torch.backends.cuda if hidden.is_cuda else torch.backends.mkldnn
+        if (precision := library.matmul.fp32_precision) not in ("none", "ieee"):
+            raise KernelError(
+                f"linear_logprob: float32 products on {hidden.device.type} have the precision {precision!r}, which "
+                "rounds logits; call torch.set_float32_matmul_precision('highest')"
+            )
     if valid_rows is not None and not 0 <= valid_rows <= weight.shape[0]:
         raise KernelError(f"linear_logprob: valid_rows is {valid_rows}, but weight has {weight.shape[0]} rows")
     if chunk is not None and chunk < 1:
@@ -295,18 +300,21 @@ def _check(
     if main_grad is not None and main_grad.shape != weight.shape:
         shapes = f"{tuple(main_grad.shape)}, but weight {tuple(weight.shape)}"
         raise KernelError(f"linear_logprob: main_grad has the shape {shapes}; they must be equal")
-    _check_temperature(temperature, len(hidden))
+    if main_grad is not None and weight.requires_grad and not weight.is_leaf:
+        raise KernelError("linear_logprob: main_grad is of a parameter, but weight was computed from one; leave it out")
+    if main_grad is not None and main_grad.dtype != torch.float32:
+        raise KernelError(f"linear_logprob: main_grad is {main_grad.dtype}; it must be float32")
 
 
-def _check_temperature(temperature: float | Tensor, n_tokens: int) -> None:
+def _check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
     if isinstance(temperature, Tensor) and temperature.requires_grad:
         raise KernelError("linear_logprob: temperature requires a gradient, which is not computed; detach it")
     least, most = TEMPERATURES
     if isinstance(temperature, Tensor) and temperature.dim():
-        if temperature.shape != (n_tokens,):
-            shape = tuple(temperature.shape)
-            raise KernelError(f"linear_logprob: temperature has the shape {shape}; it must be a number or [{n_tokens}]")
-        bad = ~((temperature >= least) & (temperature <= most))  # NaN is neither
+        if temperature.shape != labels.shape:
+            shapes = f"{tuple(temperature.shape)}; it must be a number or [{len(labels)}]"
+            raise KernelError(f"linear_logprob: temperature has the shape {shapes}")
+        bad = (labels >= 0) & ~((temperature >= least) & (temperature <= most))  # NaN is neither
         if not bad.any():
             return
         position = int(bad.nonzero()[0, 0])

@@ -218,7 +218,7 @@ def naive(hidden, weight, labels) -> LogprobOut:
 
 
 @pytest.mark.parametrize("dtype", GRADIENT_ERROR, ids=str)
-@pytest.mark.parametrize("n_tokens, n_rows", [(600, 700), (200, 4000), (2048, 300)])
+@pytest.mark.parametrize("n_tokens, n_rows", [(600, 700), (200, 4000), (2048, 300), (128, 2000), (40, 60)])
 def test_no_tensor_of_all_tokens_by_the_vocabulary_is_made(dtype, n_tokens, n_rows):
     hidden, weight, labels = problem(n_tokens, 16, n_rows, dtype)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
@@ -275,12 +275,21 @@ BAD = {
     "temperature NaN": ({"temperature": math.nan}, "temperature is nan"),
     "temperature negative": ({"temperature": -1}, "temperature is -1.0"),
     "temperature infinite": ({"temperature": math.inf}, "temperature is inf"),
-    "temperature of a token": ({"temperature": torch.ones(61).index_fill(0, torch.tensor(7), 0)}, r"temperature\[7\]"),
+    "temperature of a token": (
+        {"temperature": torch.ones(61).index_fill(0, torch.tensor(7), 0)},
+        r"temperature\[7\] is 0.0",
+    ),
     "temperature shape": ({"temperature": torch.ones(3)}, r"temperature has the shape \(3,\)"),
     "temperature gradient": ({"temperature": torch.ones(61, requires_grad=True)}, "detach it"),
     "valid rows": ({"valid_rows": 302}, "valid_rows is 302, but weight has 301 rows"),
     "chunk": ({"chunk": 0}, "chunk is 0"),
     "entropy": ({"entropy_grad": True}, "entropy_grad asks for"),
+    "main grad dtype": ({"main_grad": torch.zeros(301, 40).bfloat16()}, "main_grad is torch.bfloat16; .* float32"),
+    "vocab start": ({"vocab_start": -1}, "vocab_start is -1"),
+    "computed weight": (
+        {"weight": torch.zeros(301, 40, requires_grad=True) * 1, "main_grad": torch.zeros(301, 40)},
+        "main_grad is of a parameter",
+    ),
     "main grad": ({"main_grad": torch.zeros(3, 40)}, r"main_grad has the shape \(3, 40\)"),
     "impl": ({"impl": "cuda"}, "impl is 'cuda'; it must be auto, torch or triton"),
     "dtypes": ({"weight": torch.zeros(301, 40).bfloat16()}, "torch.float32 and torch.bfloat16; both must be the same"),
@@ -305,3 +314,57 @@ def test_bad_input_is_one_line(name):
     with pytest.raises(KernelError, match=message) as caught:
         linear_logprob(**arguments)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("linear_logprob: ")
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "offload"])
+@pytest.mark.parametrize("zero_out", [False, True])
+def test_main_grad_is_that_of_the_parameter_whatever_hooks_do_to_saved_tensors(name, zero_out):
+    from torch.utils.checkpoint import checkpoint
+
+    hidden, weight, labels = problem()
+    leaf, main_grad = torch.nn.Parameter(weight.clone()), torch.zeros_like(weight)
+    leaf.grad_added_to_main_grad, leaf.zero_out_wgrad = False, zero_out
+    states = hidden.clone().requires_grad_()
+
+    def logprob(states):
+        return linear_logprob(states, leaf, labels, chunk=64, main_grad=main_grad).logprob
+
+    if name == "checkpoint":
+        out = checkpoint(logprob, states, use_reentrant=False)
+    else:
+        with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            out = logprob(states)
+    out.sum().backward()
+    expected = weight.clone().requires_grad_()
+    linear_logprob(hidden, expected, labels, chunk=64).logprob.sum().backward()
+    torch.testing.assert_close(main_grad, expected.grad)
+    assert leaf.grad_added_to_main_grad and (not zero_out or not leaf.grad.any())
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_products_of_less_than_float32_are_refused(precision):
+    hidden, weight, labels = problem()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with pytest.raises(KernelError, match=r"float32 products on cpu .*set_float32_matmul_precision") as caught:
+            linear_logprob(hidden, weight, labels)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert "\n" not in str(caught.value)
+    linear_logprob(hidden, weight, labels)
+
+
+def test_an_entropy_without_gradient_may_be_changed_before_the_backward_pass():
+    hidden, weight, labels = problem()
+    leaf = weight.clone().requires_grad_()
+    out = linear_logprob(hidden, leaf, labels.abs(), entropy=True)
+    out.entropy.mul_(2)
+    out.logprob.sum().backward()
+    assert leaf.grad.any()
+
+
+def test_the_temperature_of_an_ignored_token_is_not_looked_at():
+    hidden, weight, labels = problem()
+    temperature = torch.where(labels < 0, math.nan, 0.7)
+    out = linear_logprob(hidden, weight, labels, temperature=temperature)
+    torch.testing.assert_close(out.logprob, linear_logprob(hidden, weight, labels, temperature=0.7).logprob)

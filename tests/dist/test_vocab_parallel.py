@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "beyond": ({"label": ROWS * 2}, "label 80 is a row of the vocabulary that no rank has"),
     "twice": ({"label": 30, "overlap": 12}, "label 30 is a row of the vocabulary that 2 ranks have"),
     "temperature": ({"temperature": 0.0}, "temperature is 0.0"),
-    "temperature of a token": ({"temperature": torch.full((N_TOKENS,), torch.nan)}, r"temperature\[0\] is nan"),
+    "temperature of a token": ({"temperature": torch.full((N_TOKENS,), torch.nan)}, r"temperature\[1\] is nan"),
     "dtypes": ({"hidden": torch.zeros(N_TOKENS, HIDDEN, dtype=BF16)}, "hidden and weight are torch.bfloat16 and"),
 }
 
