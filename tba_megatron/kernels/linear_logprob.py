@@ -27,6 +27,7 @@ from tba_megatron.kernels.torch_rows import Upstream, new_statistics, rescale
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}  # float32 logits of a chunk: what a cache holds; what a GEMM needs
 MIN_COLUMNS = 256
+FAR = 1 << 62
 TEMPERATURES = (1e-30, 1e30)  # their reciprocals are float32 numbers
 
 
@@ -67,9 +68,9 @@ def linear_logprob(
     ``reduce_hidden_grad`` sums the gradient of ``hidden`` over it; with sequence parallelism say False, where the
     gather's backward pass does.
 
-    ``entropy`` of each distribution has a gradient only with ``entropy_grad``. ``chunk`` is how many columns of the
-    vocabulary are computed at a time. With ``main_grad`` [V, H], float32, the gradient of the parameter ``weight`` is
-    added to it and ``weight.grad_added_to_main_grad`` is set, as Megatron's
+    ``entropy`` of each distribution has a gradient, as a bonus needs, only with ``entropy_grad`` too. ``chunk`` is how
+    many columns of the vocabulary are computed at a time. With ``main_grad`` [V, H], float32, the gradient of the
+    parameter ``weight`` is added to it and ``weight.grad_added_to_main_grad`` is set, as Megatron's
     LinearWithGradAccumulationAndAsyncCommunication does (0.16.1). What autograd gets instead is to be dropped: memory
     that was never written, or zeros where ``weight.zero_out_wgrad`` asks for them.
 
@@ -281,6 +282,9 @@ def _check(
         dtypes = f"{hidden.dtype} and {weight.dtype}"
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise KernelError(f"linear_logprob: hidden and weight are {dtypes}; both must be the same of {allowed}")
+    if not hidden.device == weight.device == labels.device:
+        devices = f"{hidden.device}, {weight.device} and {labels.device}"
+        raise KernelError(f"linear_logprob: hidden, weight and labels are on {devices}; they must be on one device")
     if labels.shape != hidden.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
         found = f"{tuple(labels.shape)} of {labels.dtype}"
         raise KernelError(f"linear_logprob: labels are {found}; they must be {len(hidden)} integers, one a token")
@@ -335,11 +339,14 @@ def _check_labels(labels: Tensor, n_holders: Tensor, call: _Call) -> None:
         return
     position = int(wrong.nonzero()[0, 0])
     holders = int(n_holders[position])
-    n_rows = labels.new_tensor([call.n_rows])
+    # A rank of padding alone has no first row; its last one is before all others.
+    first_and_last = (call.vocab_start, 1 - call.vocab_start - call.n_rows) if call.n_rows else (FAR, FAR)
+    ends = labels.new_tensor(first_and_last)
     if call.tp_group is not None:
-        dist.all_reduce(n_rows, group=call.tp_group)
+        dist.all_reduce(ends, dist.ReduceOp.MIN, group=call.tp_group)
     where = "no rank has" if holders == 0 else f"{holders} ranks have (is vocab_start the same on them?)"
+    rows = f"go from {int(ends[0])} to {-int(ends[1])}" if ends[0] < FAR else "do not exist"
     raise KernelError(
-        f"linear_logprob: label {int(labels[position])} is a row of the vocabulary that {where}; labels are ids below "
-        f"the {int(n_rows)} rows that are no padding, negative where ignored"
+        f"linear_logprob: label {int(labels[position])} is a row of the vocabulary that {where}; rows that are no "
+        f"padding {rows}, and negative labels are ignored"
     )

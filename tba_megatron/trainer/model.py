@@ -190,7 +190,7 @@ def _scheduler(optimizer: MegatronOptimizer, section: OptimizerSection, steps: i
 
 
 def forward(gpt: torch.nn.Module, batch: Batch) -> Tensor:
-    """Logits [1, T, V / tp] on the last stage, hidden states for the next stage elsewhere."""
+    """What the output layer gives (of its own, logits [1, T, V / tp]), hidden states for the next stage elsewhere."""
     return gpt(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
 
 

@@ -235,3 +235,9 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig):
     assert Path("tests/dist") in folders
     parts = {part for folder in folders for part in folder.parts}
     assert [part for part in parts if any(fnmatch.fnmatch(part, pattern) for pattern in passed_over)] == []
+
+
+def test_no_two_files_of_tests_share_a_name():
+    # pytest imports them by name alone, so the second would stop the collection of all.
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")]
+    assert sorted(names) == sorted(set(names))
