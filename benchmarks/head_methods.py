@@ -89,9 +89,11 @@ def liger(device: torch.device) -> tuple[LogProb | None, str]:
         module = importlib.import_module(LIGER)
     except ModuleNotFoundError as error:
         return None, "not installed" if error.name == "liger_kernel" else f"not importable: no module {error.name}"
+    except Exception as error:  # built for another torch or triton, it raises what it likes
+        return None, f"not importable: {type(error).__name__}: {error}"
     try:
         implementation = module._resolve_implementation(device)
-    except ImportError as error:
+    except Exception as error:
         # Its kernel for this card needs more packages; its torch fallback runs anywhere.
         note = f"torch fallback, since its own kernel is not importable: {error}"
         return _negated(module._FusedLinearPPOFallbackFunction, (1.0, -100, False)), note
@@ -106,10 +108,18 @@ def _negated(function: Any, rest: tuple[Any, ...]) -> LogProb:
 class Exact:
     logprob: Tensor  # [n] float64, of the first n tokens
     limit: float  # how far a float32 log-prob may be from it, in nats
+    unrounded_limit: float  # the same where a product's partial sums are cut and not rounded, as in tensor cores
 
     def error(self, logprob: Tensor) -> float:
         """The largest one of ``logprob`` [T], T >= n."""
-        return float((logprob[: len(self.logprob)].detach().double() - self.logprob).abs().max())
+        return float(self._errors(logprob).abs().max())
+
+    def mean_error(self, logprob: Tensor) -> float:
+        """With its sign: partial sums that are cut are all off to one side."""
+        return float(self._errors(logprob).mean())
+
+    def _errors(self, logprob: Tensor) -> Tensor:
+        return logprob[: len(self.logprob)].detach().double() - self.logprob
 
 
 @torch.no_grad()
@@ -120,6 +130,8 @@ def exact_logprob(problem: Problem, n_tokens: int = EXACT_TOKENS) -> Exact:
     return Exact(
         logprob=torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0],
         limit=value_limit(float(logits.abs().max())),
+        # A tensor core adds 8 or 16 terms at a time. Logits in bfloat16 are off by some ten thousand roundings.
+        unrounded_limit=value_limit(float(logits.abs().max()), max(4, hidden.shape[1] // 8)),
     )
 
 

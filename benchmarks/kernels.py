@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A machine with a GPU may be had once: what was measured before a fault is worth printing.
         report["wall_s"] = round(time.perf_counter() - started, 1)
         print(json.dumps(report, indent=1), flush=True)
-    return 0 if report["ok"] else 1
+    return 0 if report.get("ok") else 1
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def _compare(groups: Groups, trainer: TrainerConfig, options: Options, batch: st
         "ratio": _ratio(rows, fastest, "cpu_s"),
         "ratio_of_wall_s": _ratio(rows, fastest, "wall_s"),
         "phases": phases(lambda: ours.step(pairs)),
-        "head_cpu_s": head_cpu_s(ours.model, ours.batches(pairs), groups),
+        "head_cpu_s": head_cpu_s(ours.model, ours.batches(pairs)),
         "operators": {name: operators(lambda s=sides[name]: s(pairs)) for name in (OURS, fastest)},
     }
 

@@ -17,7 +17,7 @@ torch_index=https://download.pytorch.org/whl/cpu
 say() { printf 'install: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-(($# <= 2)) && [[ ${2:-kernels} == kernels ]] || die "usage: scripts/install.sh [VENV [kernels]], not: $*"
+(($# <= 2)) && [[ ${1:-} != kernels && ${2:-kernels} == kernels ]] || die "usage: scripts/install.sh [VENV [kernels]], not: $*"
 locks=(cpu ${2:+"$2"})
 
 lock_of() { echo "$root/requirements/$1.lock"; }

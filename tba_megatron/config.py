@@ -198,7 +198,7 @@ Objective = Annotated[TbVarGrad | TbaPrime, Field(discriminator="kind")]
 
 class ObjectiveConfig(Section):
     loss: Objective
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """Divides the logits of policy and reference in the objective, whatever a searcher sampled with."""
     truncated: Literal["keep", "drop", "penalise"] = "keep"
     """What happens to a completion without EOS; counted in each case. ``drop`` makes its rollout invalid."""

@@ -130,33 +130,77 @@ def test_the_lines_for_a_gpu_run_on_a_cpu_too(no_liger, few_cases):
     json.dumps(report)
 
 
-def test_a_rival_without_memory_is_a_result(no_liger, few_cases, monkeypatch):
-    def too_large(hidden, weight, labels):
-        raise torch.OutOfMemoryError("no room")
+@pytest.mark.parametrize(
+    "error, result",
+    [
+        (torch.OutOfMemoryError("no room"), kernels_gpu.OUT_OF_MEMORY),
+        (ValueError("a\nfault"), "failed: ValueError: a fault"),
+    ],
+    ids=["out of memory", "fault"],
+)
+def test_a_rival_that_fails_is_a_result(error, result, no_liger, few_cases, monkeypatch):
+    def fails(hidden, weight, labels):
+        raise error
 
-    monkeypatch.setattr(kernels_gpu, "naive", too_large)
+    monkeypatch.setattr(kernels_gpu, "naive", fails)
     report: dict = {}
     kernels_gpu.measure(bench(sweep=()), report)
-    assert report["shapes"][str(TINY)]["methods"]["naive logits"] == kernels_gpu.OUT_OF_MEMORY and report["ok"]
+    assert report["shapes"][str(TINY)]["methods"]["naive logits"] == result and report["ok"]
+
+
+def test_one_of_ours_that_fails_is_not_passed_over(no_liger, few_cases, monkeypatch):
+    def fails(*_arguments, **settings):
+        if settings.get("main_grad") is not None:
+            raise torch.OutOfMemoryError("no room")
+        return plain(*_arguments, **settings)
+
+    plain = head_methods.linear_logprob
+    monkeypatch.setattr(head_methods, "linear_logprob", fails)
+    report: dict = {}
+    kernels_gpu.measure(bench(sweep=()), report)
+    assert not report["ok"] and not report["claims"]["logits are not rounded at any shape"]
+    assert report["claims"]["linear_logprob is its specification"]
 
 
 def test_out_of_time_nothing_is_started_and_nothing_claimed(no_liger, few_cases):
     report: dict = {}
     kernels_gpu.measure(bench(deadline_s=time.perf_counter()), report)
-    assert report["shapes"] == {str(TINY): kernels_gpu.OUT_OF_TIME} and not report["ok"]
+    assert report["shapes"][str(TINY)] == {"methods": {}, "result": kernels_gpu.OUT_OF_TIME} and not report["ok"]
 
 
-def test_what_was_measured_before_a_fault_is_printed(no_liger, few_cases, monkeypatch, capfd):
-    def fault(bench, problem):
+def test_a_fault_leaves_what_the_other_parts_measured(no_liger, few_cases, monkeypatch, capfd):
+    def fault(*_):
         raise ValueError("a fault")
 
     monkeypatch.setattr(kernels_gpu, "gemm_tflops", fault)
+    monkeypatch.setattr(kernels_gpu, "compare_balance", fault)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels_gpu, "on_cuda", lambda quick, deadline_s: bench())
-    with pytest.raises(ValueError, match="a fault"):
+    assert kernels.main(["--device", "cuda"]) == 1
+    report = json.loads(capfd.readouterr().out)
+    assert report["claims"]["linear_logprob is its specification"] and not report["ok"]
+    assert report["balance"]["result"] == report["shapes"][str(TINY)]["result"] == "failed: ValueError: a fault"
+
+
+def test_what_was_measured_before_a_stop_is_printed(no_liger, few_cases, monkeypatch, capfd):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels_gpu, "gemm_tflops", stop)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels_gpu, "on_cuda", lambda quick, deadline_s: bench())
+    with pytest.raises(KeyboardInterrupt):
         kernels.main(["--device", "cuda"])
     report = json.loads(capfd.readouterr().out)
     assert report["parity"] and report["balance"] and not report["ok"]
+
+
+def test_liger_kernel_that_cannot_be_imported_is_a_note(monkeypatch):
+    def broken(name):
+        raise ImportError("built for another torch")
+
+    monkeypatch.setattr(head_methods.importlib, "import_module", broken)
+    assert head_methods.liger(CPU) == (None, "not importable: ImportError: built for another torch")
 
 
 def test_without_a_gpu_it_is_one_line(monkeypatch, capfd):
