@@ -112,6 +112,7 @@ def measure(bench: Bench, report: dict[str, Any]) -> None:
         problem = OUT_OF_TIME if bench.late() else _attempt(functools.partial(_shape, bench, shape, found))
         if problem:
             found["result"] = problem
+            ours_unrounded += [False] if problem.startswith(FAILED) else []
         for name, row in found["methods"].items():
             if name.startswith(OURS) and row != OUT_OF_TIME:
                 ours_unrounded.append(isinstance(row, dict) and row["unrounded"])

@@ -77,10 +77,8 @@ def linear_logprob(
     KernelError for a temperature that is not positive, a label that no rank holds, and arguments of the wrong shape or
     dtype: the same on all ranks of ``tp_group`` that are given the same.
     """
-    _check(hidden, weight, labels, valid_rows, entropy, entropy_grad, chunk, main_grad)
+    _check(hidden, weight, labels, vocab_start, valid_rows, entropy, entropy_grad, chunk, main_grad)
     _check_temperature(temperature, labels)
-    if vocab_start < 0:
-        raise KernelError(f"linear_logprob: vocab_start is {vocab_start}; it is the id of the first row of weight")
     taken = labels >= 0
     n_taken = int(taken.sum())
     temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(len(labels))
@@ -128,7 +126,9 @@ class _Call:
     parameter: Tensor | None  # with main_grad the weight itself: hooks on saved tensors (checkpoint) give back another
 
     def chunks(self, n_tokens: int, device: torch.device) -> list[slice]:
-        """This rank's columns of the vocabulary, in pieces."""
+        """This rank's columns of the vocabulary, in pieces; none where there is no token."""
+        if not n_tokens:
+            return []
         columns = self.chunk
         if columns is None:
             columns = max(MIN_COLUMNS, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * n_tokens))
@@ -143,7 +143,7 @@ class _LinearLogprob(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, inverse_temperature: Tensor, call: _Call):
         operand = _operand(hidden)
         statistics = new_statistics(len(hidden), hidden.device, entropy=call.entropy)
-        for piece in call.chunks(len(hidden), hidden.device) if len(hidden) else ():
+        for piece in call.chunks(len(hidden), hidden.device):
             logits = _matmul(operand, _operand(weight[piece]).t())
             columns = labels - (call.vocab_start + piece.start)
             call.kernels.update_statistics(statistics, logits, columns, inverse_temperature)
@@ -190,7 +190,7 @@ def _gradients(ctx: Any, logprob_grad: Tensor, entropy_grad: Tensor | None):
     weight_grad = call.main_grad
     if wants_weight and weight_grad is None:
         weight_grad = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-    for piece in call.chunks(len(hidden), hidden.device) if len(hidden) else ():
+    for piece in call.chunks(len(hidden), hidden.device):
         rows = _operand(weight[piece])
         logits = _matmul(operand, rows.t())
         columns = labels - (call.vocab_start + piece.start)
@@ -269,6 +269,7 @@ def _check(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    vocab_start: int,
     valid_rows: int | None,
     entropy: bool,
     entropy_grad: bool,
@@ -295,6 +296,8 @@ def _check(
                 f"linear_logprob: float32 products on {hidden.device.type} have the precision {precision!r}, which "
                 "rounds logits; call torch.set_float32_matmul_precision('highest')"
             )
+    if vocab_start < 0:
+        raise KernelError(f"linear_logprob: vocab_start is {vocab_start}; it is the id of the first row of weight")
     if valid_rows is not None and not 0 <= valid_rows <= weight.shape[0]:
         raise KernelError(f"linear_logprob: valid_rows is {valid_rows}, but weight has {weight.shape[0]} rows")
     if chunk is not None and chunk < 1:

@@ -182,6 +182,21 @@ def test_a_fault_leaves_what_the_other_parts_measured(no_liger, few_cases, monke
     assert report["balance"]["result"] == report["shapes"][str(TINY)]["result"] == "failed: ValueError: a fault"
 
 
+def test_one_shape_that_fails_is_not_made_up_for_by_another(no_liger, few_cases, monkeypatch):
+    def fails_once(bench, problem):
+        if problem.hidden.shape[0] == TINY.tokens:
+            raise ValueError("a fault")
+        return plain(bench, problem)
+
+    plain = kernels_gpu.gemm_tflops
+    monkeypatch.setattr(kernels_gpu, "gemm_tflops", fails_once)
+    other = Shape(tokens=TINY.tokens + 1, hidden=TINY.hidden, vocabulary=TINY.vocabulary)
+    report: dict = {}
+    kernels_gpu.measure(bench(shapes=(TINY, other), sweep=()), report)
+    assert report["shapes"][str(other)]["methods"]["linear_logprob, torch"]["unrounded"]
+    assert not report["claims"]["logits are not rounded at any shape"] and not report["ok"]
+
+
 def test_what_was_measured_before_a_stop_is_printed(no_liger, few_cases, monkeypatch, capfd):
     def stop(*_):
         raise KeyboardInterrupt
