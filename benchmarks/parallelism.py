@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.ranks import build_model, machine, prepare, run_ranks
-from tba_megatron.config import OptimizerSection, TrainerConfig
+from tba_megatron.config_sections import OptimizerSection, TrainerConfig
 from tba_megatron.dist import Groups
 from tba_megatron.types import PolicySpan, PolicyVersion, Rollout, RolloutId, StopReason, TrainGroup
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_megatron.config import TrainerConfig
+from tba_megatron.config_sections import TrainerConfig
 from tba_megatron.dist import STORE_FILE, Groups, prepare_trainer_environment
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.ranks import build_model, machine, prepare, run_ranks
-from tba_megatron.config import OptimizerSection, TrainerConfig
+from tba_megatron.config_sections import OptimizerSection, TrainerConfig
 from tba_megatron.dist import Groups
 from tba_megatron.types import TokenIds
 

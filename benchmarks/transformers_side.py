@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba_megatron.config import OptimizerSection
+from tba_megatron.config_sections import OptimizerSection
 from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.models.random_weights import RandomTensors
 from tba_megatron.types import TokenIds

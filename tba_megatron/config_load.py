@@ -23,7 +23,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from tba_megatron.config import Config, Section
+from tba_megatron.config import Config
+from tba_megatron.config_sections import Section
 from tba_megatron.errors import ConfigError, RunFolderError
 
 KeyPath = tuple[str, ...]

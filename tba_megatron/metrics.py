@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from tba_megatron.config import MetricsConfig
+from tba_megatron.config_sections import MetricsConfig
 from tba_megatron.errors import RunFolderError
 
 CONSOLE_METRICS = {

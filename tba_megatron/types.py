@@ -145,6 +145,14 @@ class RolloutGroup:
     lease: int = -1  # the lease that the visit belongs to; -1 where nobody leases prompts
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class LogPosition:
+    """A place between two records of a shard's log: a segment file's number and a byte offset in it."""
+
+    segment: int
+    offset: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainGroup:
     """K rollouts drawn from one prompt's pool: the atom of training.

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tba_megatron.config import TrainerConfig
+from tba_megatron.config_sections import TrainerConfig
 from tba_megatron.models.registry import read_model
 from tba_megatron.packing import pack_demonstrations
 from tba_megatron.tasks.base import Demonstration

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tba_megatron.config import OptimizerSection, TrainerConfig
+from tba_megatron.config_sections import OptimizerSection, TrainerConfig
 from tba_megatron.types import PolicySpan, PolicyVersion, Rollout, RolloutId, StopReason, TrainGroup
 
 VOCAB = 19

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tba_megatron import config
+from tba_megatron import config_sections
 from tba_megatron.buffer.shard import HeldRollout, PoolView, ReplayShard
 from tba_megatron.types import PolicyHistory, ShardReport, TrainGroup
 
@@ -72,9 +72,9 @@ class Sampler(Protocol):
         ...
 
 
-def make_sampler(settings: config.Sampler) -> Sampler:
+def make_sampler(settings: config_sections.Sampler) -> Sampler:
     """The sampler that ``buffer.sampler`` names."""
-    if isinstance(settings, config.FifoSampler):
+    if isinstance(settings, config_sections.FifoSampler):
         return Fifo()
     return RewardRecency(settings)
 
@@ -87,7 +87,7 @@ def shard_rng(seed: int, shard_index: int) -> np.random.Generator:
 class RewardRecency:
     """Recent prompts with probability m, fresh ones first; the others by reward from their whole pools."""
 
-    def __init__(self, settings: config.RewardRecencySampler) -> None:
+    def __init__(self, settings: config_sections.RewardRecencySampler) -> None:
         self._settings = settings
 
     def report(self, shard: ReplayShard, history: PolicyHistory, step: int) -> ShardReport:

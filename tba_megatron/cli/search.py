@@ -10,7 +10,8 @@ import zlib
 from pathlib import Path
 
 from tba_megatron.cli.common import start_logging
-from tba_megatron.config import Config, VllmEngineConfig
+from tba_megatron.config import Config
+from tba_megatron.config_sections import VllmEngineConfig
 from tba_megatron.dist import prepare_searcher_environment
 from tba_megatron.errors import TransportError
 from tba_megatron.models.tokenizer import HfTokenizer

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from tba_megatron.cli.common import start_logging, trainer_groups
-from tba_megatron.config import Config, RecordedData
+from tba_megatron.config import Config
 from tba_megatron.config_load import store_config
+from tba_megatron.config_sections import RecordedData
 from tba_megatron.dist import rank_from_environment
 
 

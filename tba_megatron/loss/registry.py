@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tba_megatron import config
+from tba_megatron import config_sections
 from tba_megatron.loss.balance import TbaPrimeLoss, TbVarGradLoss
 from tba_megatron.loss.base import Loss
 
@@ -14,6 +14,6 @@ LOSSES: dict[str, Callable[[float], Loss]] = {
 }
 
 
-def make_loss(objective: config.Objective) -> Loss:
+def make_loss(objective: config_sections.Objective) -> Loss:
     """The loss that ``objective.loss`` names."""
     return LOSSES[objective.kind](objective.beta)

@@ -16,8 +16,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tba_megatron.config import Config, SearcherData
+from tba_megatron.config import Config
 from tba_megatron.config_load import store_config
+from tba_megatron.config_sections import SearcherData
 from tba_megatron.dist import STORE_FILE, run_environment
 from tba_megatron.errors import ModelError, RoleFailedError, RunFolderError
 from tba_megatron.ops.supervise import Role, Supervisor, tba

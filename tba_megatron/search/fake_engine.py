@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tba_megatron.config import FakeEngineConfig
+from tba_megatron.config_sections import FakeEngineConfig
 from tba_megatron.errors import EngineError
 from tba_megatron.models.hf_folder import open_tensors
 from tba_megatron.search.engine import ReceiveStatus

@@ -18,7 +18,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from tba_megatron.config import VllmEngineConfig
+from tba_megatron.config_sections import VllmEngineConfig
 from tba_megatron.errors import EngineError
 from tba_megatron.search.engine import ReceiveState, ReceiveStatus
 from tba_megatron.transport.messages import Offer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tba_megatron.config import ArithmeticTask
+from tba_megatron.config_sections import ArithmeticTask
 from tba_megatron.tasks.exact_answer import ExactAnswerTask, ProblemSet
 from tba_megatron.types import Tokenizer
 

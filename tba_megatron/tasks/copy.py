@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tba_megatron.config import CopyTask
+from tba_megatron.config_sections import CopyTask
 from tba_megatron.tasks.exact_answer import ExactAnswerTask, ProblemSet
 from tba_megatron.types import Tokenizer
 

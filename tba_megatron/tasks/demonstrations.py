@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tba_megatron.config import FileDemonstrations
+from tba_megatron.config_sections import FileDemonstrations
 from tba_megatron.errors import TaskError
 from tba_megatron.tasks.base import Demonstration, Demonstrations, Task
 from tba_megatron.tasks.stream import EpochOrder, demonstrate, unit_hash

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from tba_megatron.config import ArithmeticTask, Config, CopyTask, FileDemonstrations
+from tba_megatron.config import Config
+from tba_megatron.config_sections import ArithmeticTask, CopyTask, FileDemonstrations
 from tba_megatron.tasks.arithmetic import arithmetic
 from tba_megatron.tasks.base import Task
 from tba_megatron.tasks.copy import copy

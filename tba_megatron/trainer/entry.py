@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tba_megatron.buffer.sampler import make_sampler
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.config import Config, SearcherData, VllmEngineConfig
+from tba_megatron.config import Config
+from tba_megatron.config_sections import SearcherData, VllmEngineConfig
 from tba_megatron.dist import Groups
 from tba_megatron.loss.registry import make_loss
 from tba_megatron.trainer import checkpoint

@@ -9,7 +9,8 @@ from collections import Counter
 
 from tba_megatron.buffer.sampler import Draw, Sampler, shard_rng
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.config import Config, SearcherData
+from tba_megatron.config import Config
+from tba_megatron.config_sections import SearcherData
 from tba_megatron.dist import Groups
 from tba_megatron.loss.base import Loss
 from tba_megatron.packing import Pack, pack

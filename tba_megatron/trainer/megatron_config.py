@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from tba_megatron.config import TrainerConfig
+from tba_megatron.config_sections import TrainerConfig
 from tba_megatron.errors import ConfigError
 from tba_megatron.models.architecture import Activation, ModelShape
 from tba_megatron.models.layer_spec import apex_accumulates_gradients

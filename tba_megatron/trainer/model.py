@@ -20,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from tba_megatron.config import OptimizerSection, TrainerConfig
+from tba_megatron.config_sections import OptimizerSection, TrainerConfig
 from tba_megatron.dist import Groups
 from tba_megatron.models.architecture import ModelShape
 from tba_megatron.models.layer_spec import (

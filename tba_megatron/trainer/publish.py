@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from tba_megatron.config import WeightsConfig
+from tba_megatron.config_sections import WeightsConfig
 from tba_megatron.dist import Groups
 from tba_megatron.errors import WeightTransferError
 from tba_megatron.models.architecture import Architecture, ModelShape

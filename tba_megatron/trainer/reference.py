@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba_megatron.config import TrainerConfig
+from tba_megatron.config_sections import TrainerConfig
 from tba_megatron.dist import Groups
 from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.packing import Pack, unpack_sums

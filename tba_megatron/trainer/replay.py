@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tba_megatron.config import Config, RecordedData
+from tba_megatron.config import Config
+from tba_megatron.config_sections import RecordedData
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError, TbaError
 from tba_megatron.loss.registry import make_loss

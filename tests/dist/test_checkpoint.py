@@ -20,7 +20,7 @@ from ranks import run_ranks
 
 from tba_megatron.buffer.ledger import combine
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.config import CosineSchedule
+from tba_megatron.config_sections import CosineSchedule
 from tba_megatron.errors import CheckpointError
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.checkpoint import RunState

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 import tiny
 from ranks import run_ranks
 
-from tba_megatron.config import LinearSchedule
+from tba_megatron.config_sections import LinearSchedule
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "twenty_steps.json"
 REGENERATE = "python tests/dist/test_golden.py"

@@ -10,7 +10,7 @@ import tiny
 import torch
 from ranks import run_ranks
 
-from tba_megatron.config import WeightsConfig
+from tba_megatron.config_sections import WeightsConfig
 from tba_megatron.trainer.publish import Publisher
 from tba_megatron.types import CohortPlan, PolicyVersion
 

@@ -14,7 +14,7 @@ import tiny
 import torch
 from ranks import run_ranks
 
-from tba_megatron.config import FakeEngineConfig, WeightsConfig
+from tba_megatron.config_sections import FakeEngineConfig, WeightsConfig
 from tba_megatron.search.engine import ReceiveState
 from tba_megatron.search.fake_engine import FakeEngine
 from tba_megatron.trainer.exchange import from_rank_0

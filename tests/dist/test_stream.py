@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from tba_megatron.config import WeightsConfig
+from tba_megatron.config_sections import WeightsConfig
 from tba_megatron.models.layouts import Replicated, Rule
 from tba_megatron.models.registry import read_model
 from tba_megatron.trainer.load_hf import load_hf

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from ranks import run_ranks
 
-from tba_megatron.config import TbaPrime, TbVarGrad
+from tba_megatron.config_sections import TbaPrime, TbVarGrad
 from tba_megatron.loss.registry import make_loss
 
 BATCHES = [tiny.train_groups(4, k=4, seed=seed) for seed in range(2)]

@@ -23,7 +23,7 @@ from engine_child import (
 )
 from ranks import run_ranks
 
-from tba_megatron.config import WeightsConfig
+from tba_megatron.config_sections import WeightsConfig
 from tba_megatron.packing import pack
 from tba_megatron.search.engine import ReceiveState
 from tba_megatron.trainer.exchange import from_rank_0

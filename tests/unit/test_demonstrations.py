@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_megatron.config import ArithmeticTask, FileDemonstrations
+from tba_megatron.config_sections import ArithmeticTask, FileDemonstrations
 from tba_megatron.errors import TaskError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.tasks.demonstrations import FromFile, FromTask

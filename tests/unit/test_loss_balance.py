@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_factory import RolloutFactory, as_group, train_group
 
-from tba_megatron import config
+from tba_megatron import config_sections
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.loss.balance import TbaPrimeLoss, TbVarGradLoss
 from tba_megatron.loss.base import LossInputs, LossOutput, loss_inputs, mean_statistics
@@ -381,7 +381,7 @@ def test_statistics_carry_no_gradient():
 
 
 def test_every_configured_objective_has_a_loss():
-    assert isinstance(make_loss(config.TbVarGrad(beta=0.1)), TbVarGradLoss)
-    assert isinstance(make_loss(config.TbaPrime(beta=0.1)), TbaPrimeLoss)
+    assert isinstance(make_loss(config_sections.TbVarGrad(beta=0.1)), TbVarGradLoss)
+    assert isinstance(make_loss(config_sections.TbaPrime(beta=0.1)), TbaPrimeLoss)
     assert set(LOSSES) == {"tb_vargrad", "tba_prime"}
     assert all(loss(1.0).needs_reference for loss in LOSSES.values())

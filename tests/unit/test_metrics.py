@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tba_megatron.config import MetricsConfig
+from tba_megatron.config_sections import MetricsConfig
 from tba_megatron.errors import RunFolderError
 from tba_megatron.metrics import JsonlWriter, MetricLog, console_writer, markdown_table, open_metric_log
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tba_megatron.cli.main import COMMANDS, build_parser
-from tba_megatron.config import Config, Section
+from tba_megatron.config import Config
 from tba_megatron.config_load import load_config
+from tba_megatron.config_sections import Section
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 from rollout_factory import NEW_RUN, RolloutFactory, as_group
 
-from tba_megatron import config
 from tba_megatron.buffer.sampler import Fifo, RewardRecency, make_sampler, shard_rng
 from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.config_sections import FifoSampler, RewardRecencySampler
 from tba_megatron.types import PolicyHistory, ShardReport
 
 
 def recency(m: float = 0.5, age: int = 2, inverse_temperature: float = 0.0) -> RewardRecency:
     return RewardRecency(
-        config.RewardRecencySampler(recent_probability=m, recent_age_steps=age, inverse_temperature=inverse_temperature)
+        RewardRecencySampler(recent_probability=m, recent_age_steps=age, inverse_temperature=inverse_temperature)
     )
 
 
@@ -33,8 +33,8 @@ def tokens_of(group) -> Counter:
 
 
 def test_the_configuration_names_the_sampler():
-    assert isinstance(make_sampler(config.FifoSampler()), Fifo)
-    assert isinstance(make_sampler(config.RewardRecencySampler()), RewardRecency)
+    assert isinstance(make_sampler(FifoSampler()), Fifo)
+    assert isinstance(make_sampler(RewardRecencySampler()), RewardRecency)
 
 
 # The plan

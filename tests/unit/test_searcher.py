@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tba_megatron.config import Config, CopyTask, FakeEngineConfig
+from tba_megatron.config import Config
+from tba_megatron.config_sections import CopyTask, FakeEngineConfig
 from tba_megatron.errors import TransportError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.fake_engine import FakeEngine

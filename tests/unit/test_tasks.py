@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_megatron.config import ArithmeticTask, CopyTask
+from tba_megatron.config_sections import ArithmeticTask, CopyTask
 from tba_megatron.errors import TaskError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.tasks.base import Demonstrations

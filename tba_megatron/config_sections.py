@@ -1,0 +1,348 @@
+"""The sections of the configuration tree, one for each room: every value with its unit and its meaning.
+
+Units are in the names; where a value is a rate, its docstring says of what. ``config.py`` joins them to one tree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class RunConfig(Section):
+    folder: Path
+    """Where everything of this run is kept. A folder that holds another configuration is refused."""
+    seed: CountOrZero = 0
+    """Seeds the model, the task, the sampler and the searchers."""
+
+
+class ModelConfig(Section):
+    path: Path
+    """A Hugging Face folder: config.json, the tokenizer, and safetensors unless ``init`` is ``random``."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """``random`` starts from seeded random weights; only ``tba sft`` makes sense after that."""
+    max_length: Count = 1024
+    """Prompt and completion together, in tokens. A longer prompt is dropped when the task is loaded, and counted."""
+
+
+class ArithmeticTask(Section):
+    kind: Literal["arithmetic"] = "arithmetic"
+    max_left: Count = 999
+    """Left operands are 0 to this."""
+    max_right: Count = 9
+    """Right operands are 0 to this."""
+    held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """The share of all problems that is never trained on, chosen by a hash of the problem."""
+    wrong_fraction: Fraction = 0.4
+    """The share of demonstrations with a wrong answer (for ``tba sft``)."""
+
+
+class CopyTask(Section):
+    kind: Literal["copy"] = "copy"
+    length: Annotated[int, Field(ge=1, le=6)] = 4
+    """Digits to repeat: the simplest task there is."""
+
+
+TaskConfig = Annotated[ArithmeticTask | CopyTask, Field(discriminator="kind")]
+
+
+class ConstantSchedule(Section):
+    kind: Literal["constant"] = "constant"
+    warmup_steps: CountOrZero = 0
+
+
+class LinearSchedule(Section):
+    kind: Literal["linear"] = "linear"
+    warmup_steps: CountOrZero = 0
+    decay_steps: Count = 1000
+    """The learning rate reaches ``final_fraction`` of its peak at this step and stays there."""
+    final_fraction: Fraction = 0.0
+
+
+class CosineSchedule(Section):
+    kind: Literal["cosine"] = "cosine"
+    warmup_steps: CountOrZero = 0
+    decay_steps: Count = 1000
+    final_fraction: Fraction = 0.0
+
+
+Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="kind")]
+
+
+class OptimizerSection(Section):
+    learning_rate: Positive
+    schedule: Schedule = ConstantSchedule()
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.999
+    adam_eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0  # never applied to norms and biases
+    clip_grad_norm: NonNegative = 1.0  # of the global norm; 0 does not clip
+
+
+class TaskDemonstrations(Section):
+    kind: Literal["task"] = "task"
+
+
+class FileDemonstrations(Section):
+    """A file with a JSON object a line: the texts ``prompt`` and ``completion``. An EOS is put behind each."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: Path
+    held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    """The share of all prompts that is never trained on, chosen by a hash of the prompt."""
+
+
+DemonstrationData = Annotated[TaskDemonstrations | FileDemonstrations, Field(discriminator="kind")]
+
+
+class SftConfig(Section):
+    steps: CountOrZero = 0
+    """0: no warm start, training begins from ``model.path``."""
+    data: DemonstrationData = TaskDemonstrations()
+    batch_size: Count = 128  # demonstrations per step
+    held_out: CountOrZero = 0
+    """Held-out demonstrations whose loss is measured before the first step, at intervals and at the end; 0: none."""
+    held_out_every_steps: Count = 100
+    save_every_steps: CountOrZero = 0  # 0: only on a signal
+    optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-3)
+
+
+class SearcherData(Section):
+    kind: Literal["searchers"] = "searchers"
+    record: bool = False
+    """Keep every train group, in ``recording`` of the run folder, so that another run can train on the same stream."""
+
+
+class RecordedData(Section):
+    """Train on the recording of another run, without searchers: the same groups at the same steps."""
+
+    kind: Literal["recording"] = "recording"
+    folder: Path
+
+
+TrainData = Annotated[SearcherData | RecordedData, Field(discriminator="kind")]
+
+
+class TrainerConfig(Section):
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    virtual_pipeline: Count = 1
+    """Chunks of layers a pipeline stage holds (interleaved 1F1B); 1: plain 1F1B."""
+    data_parallel: Count = 1
+    sequence_parallel: bool = False
+    layers: Literal["fastest", "torch"] = "fastest"
+    """``fastest``: Transformer Engine's layers where it is installed and has a GPU, else plain torch."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: ``selective`` those of attention, ``full`` every layer's."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    data: TrainData = SearcherData()
+    steps: CountOrZero = 100
+    """Optimizer steps of the whole run, those before a resume counted in."""
+    prompts_per_step: Count = 8  # over all data-parallel replicas
+    rollouts_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """K of the paper; a group of one has no baseline."""
+    microbatch_tokens: Count = 4096
+    """A packed microbatch holds at most this many. A larger group is split and trained in two exact passes."""
+    optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-5)
+    save_every_steps: CountOrZero = 0  # 0: only at the end and on a signal
+    keep_checkpoints: Count = 2
+    async_save: bool = True
+    """Periodic checkpoints are written while training goes on, from one more copy of the state in host memory."""
+    threads: Count = 1  # of the CPU, in one rank
+    distributed_timeout_s: Positive = 600.0
+    megatron_extra: dict[str, Any] = Field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig for layout and memory alone; trainer/megatron_config.py lists them."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+
+class TbVarGrad(Section):
+    """Trajectory balance, VarGrad estimate of log Z (TBA, Eq. 5), times beta / 2."""
+
+    kind: Literal["tb_vargrad"] = "tb_vargrad"
+    beta: Positive
+    """Reward units per nat of KL to the reference."""
+
+
+class TbaPrime(Section):
+    """TBA' (Eq. 7): - stop_grad(advantage) * log pi, with the KL to the reference in the reward."""
+
+    kind: Literal["tba_prime"] = "tba_prime"
+    beta: Positive
+    """Reward units per nat of KL to the reference."""
+
+
+Objective = Annotated[TbVarGrad | TbaPrime, Field(discriminator="kind")]
+
+
+class ObjectiveConfig(Section):
+    loss: Objective
+    temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
+    """Divides the logits of policy and reference in the objective, whatever a searcher sampled with."""
+    truncated: Literal["keep", "drop", "penalise"] = "keep"
+    """What happens to a completion without EOS; counted in each case. ``drop`` makes its rollout invalid."""
+    truncated_penalty: NonNegative = 1.0
+    """Taken from the reward with ``truncated: penalise``."""
+
+
+class RewardRecencySampler(Section):
+    """Per prompt: with ``recent_probability`` from its recent rollouts, else by reward from its whole pool."""
+
+    kind: Literal["reward_recency"] = "reward_recency"
+    recent_probability: Fraction = 0.95
+    """m of the paper: the share of a step's prompts that are drawn as recent ones."""
+    recent_age_steps: CountOrZero = 2
+    """A rollout is recent while its newest policy is at most this many optimizer steps old, on this branch."""
+    inverse_temperature: NonNegative = 0.0
+    """Rollouts that are not drawn as recent have weight exp(this * reward) within their prompt; 0: uniform."""
+
+
+class UniformSampler(Section):  # prompts and their rollouts with equal probability
+    kind: Literal["uniform"] = "uniform"
+
+
+class PrioritisedSampler(Section):
+    """By reward over all rollouts, whatever their prompt: for few prompts with many rollouts each."""
+
+    kind: Literal["prioritised"] = "prioritised"
+    inverse_temperature: NonNegative = 1.0
+    """A rollout has weight exp(this * reward), and a prompt the sum of its rollouts' weights."""
+
+
+class FifoSampler(Section):  # each rollout once, the oldest first
+    kind: Literal["fifo"] = "fifo"
+
+
+Sampler = Annotated[
+    RewardRecencySampler | UniformSampler | PrioritisedSampler | FifoSampler, Field(discriminator="kind")
+]
+
+
+class SegmentsConfig(Section):
+    """What a shard has acknowledged, on disk: append-only files in ``replay`` of the run folder."""
+
+    kind: Literal["files"] = "files"
+    segment_bytes: Annotated[int, Field(ge=1 << 12)] = 64 << 20
+    """A file that has reached this size is followed by the next; files whose rollouts have all left are deleted."""
+    fsync_every_s: NonNegative = 30.0
+    """The most that a failure of the machine (not of a process) can cost; 0: safe on the disk at checkpoints only."""
+
+
+class NoSegments(Section):
+    """Rollouts in memory only: a checkpoint holds them all, and a killed trainer loses those since then."""
+
+    kind: Literal["none"] = "none"
+
+
+Segments = Annotated[SegmentsConfig | NoSegments, Field(discriminator="kind")]
+
+
+class BufferConfig(Section):
+    capacity_rollouts: Count = 100_000
+    """Distinct rollouts over all shards; the oldest leave first."""
+    capacity_bytes: Count = 16 << 30
+    """Bytes of prompts, completions and log-probs over all shards; the oldest rollouts leave first."""
+    per_prompt_rollouts: Count = 100
+    initial_groups: CountOrZero = 0
+    """Training waits until this many prompts have rollouts. At least ``trainer.prompts_per_step`` are needed anyway."""
+    fresh_prompts_per_step: CountOrZero = 0
+    """Training waits until this many prompts have recent rollouts that were never trained on."""
+    sampler: Sampler = RewardRecencySampler()
+    segments: Segments = SegmentsConfig()
+
+
+class WeightsConfig(Section):
+    publish_every_steps: Count = 1
+    bucket_bytes: Count = 64 << 20
+    timeout_s: Positive = 60.0
+    """Deadline of forming a group and of one bucket on the wire."""
+
+
+class TransportConfig(Section):
+    host: str = "127.0.0.1"
+    """The address that searchers reach the trainer by."""
+    control_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: a free port; searchers read it from the rendezvous file of the run folder."""
+    heartbeat_s: Positive = 1.0
+    lease_s: Positive = 60.0
+    """A searcher that says nothing for this long is lost; so is a trainer, for its searchers."""
+    patience_s: Positive = 600.0
+    """How long a searcher waits for a trainer to appear."""
+    window_bytes: Annotated[int, Field(ge=1 << 12)] = 64 << 20
+    """Rollouts that may be under way to a shard or wait in it, over all searchers; beyond it they stop generating."""
+    resend_s: Positive = 10.0
+    """A message that was not acknowledged for this long is sent again."""
+
+
+class VllmEngineConfig(Section):
+    kind: Literal["vllm"] = "vllm"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_sequences: Count = 256
+    """Completions that the engine works on at a time."""
+    kv_cache_bytes: Count = 256 << 20
+    threads: Count = 1
+    """CPU threads of one engine; no effect on a GPU."""
+
+
+class FakeEngineConfig(Section):  # deterministic and without a model, for tests of everything around it
+    kind: Literal["fake"] = "fake"
+    correct_fraction: Fraction = 0.5
+    tokens_per_step: Count = 64
+
+
+EngineConfig = Annotated[VllmEngineConfig | FakeEngineConfig, Field(discriminator="kind")]
+
+
+class SearchConfig(Section):
+    searchers: CountOrZero = 1
+    """How many ``tba launch`` starts. More can join a living run from anywhere that sees the run folder."""
+    engine: EngineConfig = VllmEngineConfig()
+    completions_per_prompt: Count = 8
+    """S of the paper: sampled for each visit of a prompt."""
+    temperature: Annotated[float, Field(ge=0.01, le=2.0)] = 1.0
+    """Within what vLLM takes as it is: it would raise a smaller one to 0.01 without a word."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    max_new_tokens: Count = 256
+    prompts_in_engine: Count = 32
+    """Prompts that a searcher keeps in its engine at a time."""
+    max_ahead_steps: Positive = 2.0
+    """Searchers may be this many optimizer steps of prompts ahead of the trainer; then they wait (back-pressure)."""
+    behaviour_logprobs: bool = False
+    """Store the engine's own log-probs. Trajectory balance does not need them."""
+
+
+class EvaluationConfig(Section):
+    problems: CountOrZero = 256
+    """Held-out problems; 0: no evaluation."""
+    samples_per_problem: Count = 1
+    temperature: NonNegative = 1.0
+    """0: greedy."""
+
+
+class MetricsConfig(Section):
+    tensorboard: bool = True
+    sample_rollouts_every_steps: CountOrZero = 50
+    """A table of rollouts in TensorBoard; 0: never."""
+    sample_rollouts: Count = 8
+    log_every_steps: Count = 10
+    """A line on an output that is no terminal; other logs get every step."""
