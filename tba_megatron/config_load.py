@@ -292,6 +292,12 @@ def _merge(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return {**defaults, **given, **both}
 
 
+def suggestion(word: str, names: Sequence[str], otherwise: str = "choose one of") -> str:
+    """Which of ``names`` an unknown ``word`` was meant to be; ``otherwise`` and all of them where none is like it."""
+    near = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {near[0]}" if near else f"{otherwise} {_listed(names)}"
+
+
 def _explain(error: ValidationError, source: _Source) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
@@ -312,9 +318,7 @@ def _explain(error: ValidationError, source: _Source) -> list[str]:
                 written = problem.get("ctx", {}).get("tag")
                 place, name = source.place((*path, "kind")), f"{key}.kind"
                 what = f"{name}: missing" if written is None else f"{name} = {written}: unknown"
-                near = difflib.get_close_matches(str(written), kinds, n=1)
-                hint = f"did you mean {near[0]}" if near else f"choose one of {_listed(kinds)}"
-                lines.append(f"{place}{what}; {hint}")
+                lines.append(f"{place}{what}; {suggestion(str(written), kinds)}")
             case "model_type" | "model_attributes_type":
                 lines.append(f"{place}{given}: should be a section with the keys {_listed(_keys(sections[0]))}")
             case _:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -69,6 +69,24 @@ class RolloutBatch:
     @property
     def n_rollouts(self) -> int:
         return len(self.sequence_S)
+
+    @property
+    def n_tokens_G(self) -> Ints:
+        """[G] tokens in packed microbatches: the prompt is repeated for each distinct completion."""
+        lengths = np.bincount(np.repeat(np.arange(self.n_groups), self.size_G), self.length_S, self.n_groups)
+        return lengths.astype(np.int64) + self.prompt_length_G.astype(np.int64) * self.size_G
+
+    def rollout_ids(self) -> list[RolloutId]:
+        names = self.names
+        pairs = zip(self.searcher_S.tolist(), self.sequence_S.tolist(), strict=True)
+        return [RolloutId(names[searcher], sequence) for searcher, sequence in pairs]
+
+    def without_reference(self) -> RolloutBatch:
+        return replace(
+            self,
+            reference_S=np.full(self.n_rollouts, np.nan),
+            reference_version_S=np.full(self.n_rollouts, NO_VERSION, np.int64),
+        )
 
     @staticmethod
     def of_groups(groups: Sequence[RolloutGroup]) -> RolloutBatch:

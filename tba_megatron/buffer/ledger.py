@@ -26,23 +26,16 @@ class RolloutState(StrEnum):
 
 
 _S = RolloutState
-# The discarded states lead to TRAINED because a rollout can leave its pool between its draw and the end of
-# the step.
 _MOVES = {
     (_S.HELD_UNTRAINED, _S.TRAINED),
     (_S.HELD_UNTRAINED, _S.DUPLICATE),
     (_S.HELD_UNTRAINED, _S.EVICTED_UNTRAINED),
-    (_S.DUPLICATE, _S.TRAINED),
-    (_S.EVICTED_UNTRAINED, _S.TRAINED),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardCounts:
-    """One shard's part of the ledger. ``received`` is by searcher incarnation and sums to the five states.
-
-    ``redelivered`` counts arrivals of an id that the shard already holds; they are not received again.
-    """
+    """One shard's part of the ledger. ``received`` is by searcher incarnation and sums to the five states."""
 
     received: Mapping[str, int]
     held_untrained: int
@@ -51,7 +44,6 @@ class ShardCounts:
     evicted_untrained: int
     invalid: int
     invalid_reasons: Mapping[str, int]
-    redelivered: int
 
 
 class ShardLedger:
@@ -61,35 +53,33 @@ class ShardLedger:
         self._received: Counter[str] = Counter()
         self._states: Counter[RolloutState] = Counter()
         self._invalid_reasons: Counter[str] = Counter()
-        self._redelivered = 0
 
-    def receive(self, searcher: str, state: RolloutState) -> None:
-        """A rollout arrived, for the first time, and went into ``state``."""
-        self._received[searcher] += 1
-        self._states[state] += 1
+    def receive(
+        self,
+        searchers: Mapping[str, int],
+        states: Mapping[RolloutState, int],
+        invalid_reasons: Mapping[str, int] | None = None,
+    ) -> None:
+        """Rollouts arrived: so many of each searcher, so many went into each state. ValueError: the sums differ."""
+        if sum(searchers.values()) != sum(states.values()):
+            raise ValueError(f"{sum(searchers.values())} rollouts arrived and {sum(states.values())} have a state")
+        self._received.update(searchers)
+        self._states.update(states)
+        self._invalid_reasons.update(invalid_reasons or {})
 
-    def receive_invalid(self, searcher: str, reason: str) -> None:
-        self.receive(searcher, RolloutState.INVALID)
-        self._invalid_reasons[reason] += 1
-
-    def receive_again(self) -> None:
-        """A rollout arrived that is already counted."""
-        self._redelivered += 1
-
-    def move(self, old: RolloutState, new: RolloutState) -> None:
-        """One rollout goes from ``old`` to ``new``; ValueError where the law forbids it."""
+    def move(self, old: RolloutState, new: RolloutState, n: int = 1) -> None:
+        """``n`` rollouts go from ``old`` to ``new``; ValueError where the law forbids it."""
         if (old, new) not in _MOVES:
             raise ValueError(f"a rollout cannot go from {old} to {new}")
-        if self._states[old] == 0:
-            raise ValueError(f"no rollout is {old}, so none can become {new}")
-        self._states[old] -= 1
-        self._states[new] += 1
+        if self._states[old] < n:
+            raise ValueError(f"{self._states[old]} rollouts are {old}, so {n} cannot become {new}")
+        self._states[old] -= n
+        self._states[new] += n
 
     def counts(self) -> ShardCounts:
         return ShardCounts(
             received=dict(self._received),
             invalid_reasons=dict(self._invalid_reasons),
-            redelivered=self._redelivered,
             **{state.value: self._states[state] for state in RolloutState},
         )
 
@@ -99,7 +89,6 @@ class ShardLedger:
             "received": dict(self._received),
             "states": {state.value: self._states[state] for state in RolloutState},
             "invalid_reasons": dict(self._invalid_reasons),
-            "redelivered": self._redelivered,
         }
 
     @classmethod
@@ -108,7 +97,6 @@ class ShardLedger:
         ledger._received.update(state["received"])
         ledger._states.update({RolloutState(name): n for name, n in state["states"].items()})
         ledger._invalid_reasons.update(state["invalid_reasons"])
-        ledger._redelivered = state["redelivered"]
         return ledger
 
     # A run that goes on with another number of shards
@@ -121,7 +109,6 @@ class ShardLedger:
             total._received.update(ledger._received)
             total._states.update(ledger._states)
             total._invalid_reasons.update(ledger._invalid_reasons)
-            total._redelivered += ledger._redelivered
         return total
 
     @classmethod

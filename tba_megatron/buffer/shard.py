@@ -1,350 +1,375 @@
-"""The replay shard: the pools of the prompts that one data-parallel leader owns, in its memory.
+"""The replay shard: the rollouts of the prompts that one data-parallel leader owns, in its memory, as columns.
 
-A pool holds distinct completions. Whether a rollout is recent is decided when somebody asks, from the
-version that wrote it and the history of the run; nothing that ages is stored. Official TBA
-(src/buffer_utils.py at c6075e2) stores a count of new items instead, which counts duplicates, outgrows the
-pool and follows the trainer's step rather than the policy that sampled.
+Whether a rollout is recent is decided when somebody asks, from the version that wrote it and the history of the run;
+nothing that ages is stored. Official TBA (src/buffer_utils.py at c6075e2) stores a count of new items instead, which
+counts duplicates, outgrows the pool and follows the trainer's step rather than the policy that sampled.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from bisect import insort
+from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
 
-from tba_megatron.buffer.columns import Columns
+from tba_megatron.buffer.arrivals import Incoming, deduplicate
+from tba_megatron.buffer.content_index import ContentIndex
 from tba_megatron.buffer.ledger import RolloutState, ShardCounts, ShardLedger
-from tba_megatron.buffer.shard_state import HeldRollout, PoolState, ShardState, from_arrays, to_arrays
-from tba_megatron.buffer.validity import invalid_reason
-from tba_megatron.types import (
-    PolicyHistory,
-    PolicyVersion,
-    Rollout,
-    RolloutGroup,
-    RolloutId,
-    ShardReport,
-    TokenIds,
-)
+from tba_megatron.buffer.payload import Payload
+from tba_megatron.buffer.prompts import PromptTable
+from tba_megatron.buffer.row_lists import RowLists
+from tba_megatron.buffer.rows import RowColumns, version_of
+from tba_megatron.buffer.validity import REASONS, VALID, invalid_reasons
+from tba_megatron.rollout_batch import Ints, RolloutBatch, offsets, take
+from tba_megatron.types import PolicyHistory, ShardReport
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolView:
-    """What a sampler sees of a prompt: some or all of its rollouts, in the order of the pool.
-
-    ``fresh``: the view has rollouts of a visit after which nothing of this prompt was trained on.
-    """
-
-    prompt_id: str
-    prompt_token_ids: TokenIds
-    rollouts: tuple[HeldRollout, ...]
-    fresh: bool
-
-
-@dataclass(slots=True)
-class _Pool:
-    prompt_token_ids: TokenIds
-    trained_visit: int = -1  # the newest visit that was trained on
-    held: dict[bytes, HeldRollout] = field(default_factory=dict)  # by the completion's tokens
-
-    def is_fresh(self, held: HeldRollout) -> bool:
-        return held.visit > self.trained_visit
+_S = RolloutState
+_TOKEN_BYTES = 4  # of a token id, and of a log-prob
 
 
 class ReplayShard:
-    """Pools with exact de-duplication, a cap for each and one over the shard; the oldest leave first.
+    """Exact de-duplication, a cap for each prompt, and capacities over the shard; the oldest leave first.
 
-    The capacity is this shard's share of ``buffer.capacity_rollouts``. ``drop_truncated`` makes completions
-    without an end invalid (``objective.truncated: drop``).
+    The capacities are this shard's share of those of ``buffer``; bytes are those of prompts, completions and behaviour
+    log-probs. ``drop_truncated`` makes completions without an end invalid (``objective.truncated: drop``). Row numbers
+    and prompt numbers stay as they are until the next ``add``.
     """
 
-    def __init__(self, capacity_rollouts: int, per_prompt_rollouts: int, *, drop_truncated: bool = False) -> None:
-        self._capacity_rollouts = capacity_rollouts
+    def __init__(
+        self,
+        capacity_rollouts: int,
+        per_prompt_rollouts: int,
+        *,
+        capacity_bytes: int = 1 << 62,
+        drop_truncated: bool = False,
+    ) -> None:
+        self._capacity_rollouts, self._capacity_bytes = capacity_rollouts, capacity_bytes
         self._per_prompt_rollouts = per_prompt_rollouts
         self._drop_truncated = drop_truncated
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
-        self._ledger = ShardLedger()
-        self._pools: dict[str, _Pool] = {}
-        self._place: dict[RolloutId, tuple[str, bytes]] = {}
-        # Prompts by version, each with its number of rollouts of that version: makes ``report`` cheap.
-        self._by_version: dict[PolicyVersion, dict[str, int]] = {}
-        self._fresh: set[str] = set()
-        # The oldest first; an item whose rollout has left is skipped when it comes up.
-        self._oldest: list[tuple[int, int, int, RolloutId]] = []
-        # What left untrained since the last ``mark_trained``: the step in progress may be training on it.
-        self._just_left: dict[RolloutId, RolloutState] = {}
-        self._next_arrival = 0
-        self._bytes = 0
+    def clear(self) -> None:
+        """Holds nothing and has counted nothing."""
+        self.ledger = ShardLedger()
+        self.rows, self.prompts = RowColumns(), PromptTable()
+        self.names: list[str] = []  # searchers and sources
+        self._name_numbers: dict[str, int] = {}
+        self.payload = Payload(self.rows)
+        self._of_prompt, self._of_version = RowLists(), RowLists()
+        self._index = ContentIndex()
+        self._version_lists: dict[int, int] = {}  # version code -> its list in _of_version
+        self._free_version_lists: list[int] = []
+        self._versions: list[int] = []  # codes of the held versions, ascending
+        self._in_segment: Counter[int] = Counter()
+        self.next_arrival = 0
+        self._held = 0
 
-    # What is in it
+    # ---- what is in it
 
     def __len__(self) -> int:
         """Distinct rollouts."""
-        return len(self._place)
+        return self._held
 
     @property
     def bytes(self) -> int:
-        """Bytes of the token and log-prob arrays."""
-        return self._bytes
+        """Bytes of the prompts, completions and behaviour log-probs that are held."""
+        return _TOKEN_BYTES * (self.prompts.n_tokens + self.payload.n_elements)
 
     def counts(self) -> ShardCounts:
-        return self._ledger.counts()
+        return self.ledger.counts()
 
-    def prompt_ids(self) -> list[str]:
-        """Prompts with at least one rollout, in the order in which their pools began."""
-        return list(self._pools)
+    def segments(self) -> set[int]:
+        """Segments of the log that hold a rollout of this shard."""
+        return set(self._in_segment) - {-1}
 
-    def pool(self, prompt_id: str) -> PoolView:
-        pool = self._pools[prompt_id]
-        return self._view(prompt_id, pool, tuple(pool.held.values()))
+    def rows_of(self, prompt_numbers: npt.NDArray[np.integer]) -> tuple[Ints, Ints]:
+        """(rows of each prompt, end to end and in order of arrival; how many each has)."""
+        return self._of_prompt.gather(prompt_numbers)
 
-    def fresh_pools(self) -> Iterator[PoolView]:
-        """Whole pools in which a visit waits after which nothing was trained on, by prompt id."""
-        return (self.pool(prompt_id) for prompt_id in sorted(self._fresh))
+    def sizes_of(self, prompt_numbers: npt.NDArray[np.integer]) -> Ints:
+        return self._of_prompt.size[prompt_numbers]
 
-    def recent_pools(self, history: PolicyHistory, step: int, recent_age_steps: int) -> Iterator[PoolView]:
-        """The recent part of each pool that has one, by prompt id."""
-        versions = self._recent_versions(history, step, recent_age_steps)
-        for prompt_id in sorted(self._prompts_of(versions)):
-            pool = self._pools[prompt_id]
-            yield self._view(prompt_id, pool, tuple(h for h in pool.held.values() if h.version in versions))
+    def recent_rows(self, history: PolicyHistory, step: int, recent_age_steps: int) -> Ints:
+        """Rows whose newest policy is on the history and at most ``recent_age_steps`` old, by version and arrival."""
+        ages = ((code, history.age_steps(version_of(code), step)) for code in self._versions)
+        recent = [self._version_lists[code] for code, age in ages if age is not None and age <= recent_age_steps]
+        return self._of_version.gather(np.array(recent, np.int64))[0]
+
+    def fresh_prompts(self) -> Ints:
+        """Prompts with a rollout of a visit after which nothing of them was trained on, ascending."""
+        return np.flatnonzero(self.prompts.n_fresh_rows > 0)
+
+    def is_fresh(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        return self.rows.visit[rows] > self.prompts.trained_visit[self.rows.prompt[rows]]
 
     def report(self, history: PolicyHistory, step: int, recent_age_steps: int) -> ShardReport:
-        """Counts as of optimizer step ``step``. Costs the recent prompts, not the shard."""
-        versions = self._recent_versions(history, step, recent_age_steps)
-        recent = self._prompts_of(versions)
-        fresh_pools = [self._pools[prompt_id] for prompt_id in recent & self._fresh]
-        return ShardReport(
-            n_prompts=len(self._pools),
-            n_recent=len(recent),
-            n_fresh=sum(
-                any(pool.is_fresh(h) and h.version in versions for h in pool.held.values()) for pool in fresh_pools
-            ),
-            n_rollouts=len(self),
-            bytes=self._bytes,
-        )
+        """Counts as of optimizer step ``step``. Costs the recent rollouts, not the shard."""
+        recent = self.recent_rows(history, step, recent_age_steps)
+        prompts = self.rows.prompt[recent]
+        return self._report(len(np.unique(prompts)), len(np.unique(prompts[self.is_fresh(recent)])))
 
     def report_fresh(self) -> ShardReport:
         """The same counts where age does not matter: a prompt with a visit that waits is recent and fresh."""
+        n_fresh = int(np.count_nonzero(self.prompts.n_fresh_rows > 0))
+        return self._report(n_fresh, n_fresh)
+
+    def _report(self, n_recent: int, n_fresh: int) -> ShardReport:
         return ShardReport(
-            n_prompts=len(self._pools),
-            n_recent=len(self._fresh),
-            n_fresh=len(self._fresh),
-            n_rollouts=len(self),
-            bytes=self._bytes,
+            n_prompts=len(self.prompts), n_recent=n_recent, n_fresh=n_fresh, n_rollouts=len(self), bytes=self.bytes
         )
 
-    @staticmethod
-    def _view(prompt_id: str, pool: _Pool, rollouts: tuple[HeldRollout, ...]) -> PoolView:
-        return PoolView(
-            prompt_id=prompt_id,
-            prompt_token_ids=pool.prompt_token_ids,
-            rollouts=rollouts,
-            fresh=any(map(pool.is_fresh, rollouts)),
+    def batch(
+        self, prompt_numbers: Ints, sizes: npt.NDArray[np.integer], rows: Ints, copies: npt.NDArray[np.integer]
+    ) -> RolloutBatch:
+        """Groups of ``sizes`` rollouts of those prompts, as a batch of its own memory; ``rows`` lie end to end."""
+        r = self.rows
+        prompt_tokens = self.prompts.tokens(prompt_numbers)
+        return RolloutBatch(
+            prompt_ids=self.prompts.ids(prompt_numbers),
+            names=tuple(self.names),
+            lease_G=np.full(len(prompt_numbers), -1, np.int64),
+            size_G=np.asarray(sizes, np.int32),
+            prompt_length_G=self.prompts.length[prompt_numbers],
+            prompt_tokens=np.concatenate([np.zeros(0, np.int32), *prompt_tokens]),
+            searcher_S=r.searcher[rows],
+            source_S=r.source[rows],
+            sequence_S=r.sequence[rows],
+            reward_S=r.reward[rows],
+            stop_reason_S=r.stop_reason[rows],
+            copies_S=np.asarray(copies, np.int32),
+            length_S=r.length[rows],
+            token_ids_T=self.payload.tokens(rows),
+            behaviour_length_S=r.behaviour_length[rows],
+            behaviour_B=self.payload.behaviour(rows),
+            span_count_S=r.span_count[rows],
+            spans_P=self.payload.spans(rows),
+            reference_S=r.reference[rows],
+            reference_version_S=r.reference_version[rows],
         )
 
-    def _recent_versions(self, history: PolicyHistory, step: int, recent_age_steps: int) -> set[PolicyVersion]:
-        ages = ((version, history.age_steps(version, step)) for version in self._by_version)
-        return {version for version, age in ages if age is not None and age <= recent_age_steps}
+    # ---- what goes in
 
-    def _prompts_of(self, versions: Iterable[PolicyVersion]) -> set[str]:
-        return set().union(*(self._by_version[version] for version in versions))
+    def add(self, batch: RolloutBatch, *, segment: int = -1) -> None:
+        """Takes a whole batch in, or counts why not: validity, de-duplication, cap of each prompt, capacities.
 
-    # What goes in and out
+        ``segment`` is where the shard's log keeps it.
+        """
+        reasons_S = invalid_reasons(batch, drop_truncated=self._drop_truncated)
+        prompt_G = self._known_prompts(batch, reasons_S)
+        incoming = Incoming(batch, np.flatnonzero(reasons_S == VALID), prompt_G)
+        kept = deduplicate(incoming, self._find(incoming), self.rows)
+        self._count(batch, reasons_S, len(kept.indices))
+        np.add.at(self.rows.copies, kept.repeated, 1)
+        if len(kept.indices):
+            visit_S = self.next_arrival + np.repeat(offsets(batch.size_G)[:-1], batch.size_G)
+            rows = self._insert(incoming, kept.indices, visit_S, segment)
+            self.rows.copies[rows] = kept.copies
+            self.rows.reference[rows], self.rows.reference_version[rows] = kept.reference, kept.reference_version
+            self._remove(kept.replaced, _S.DUPLICATE)  # after what replaces it: its prompt stays
+            self.evict(np.unique(self.rows.prompt[rows]))
+        self.next_arrival += batch.n_rollouts
+        self.payload.compact()
 
-    def add(self, group: RolloutGroup) -> None:
-        """Takes each rollout of ``group`` in, or counts why not."""
-        visit = self._next_arrival
-        for rollout in group.rollouts:
-            self._receive(group, rollout, visit)
-        pool = self._pools.get(group.prompt_id)
-        while pool is not None and len(pool.held) > self._per_prompt_rollouts:
-            oldest = min(pool.held.values(), key=lambda held: held.age_key)
-            self._remove(oldest.rollout.rollout_id, RolloutState.EVICTED_UNTRAINED)
+    def _known_prompts(self, batch: RolloutBatch, reasons_S: npt.NDArray[np.int8]) -> Ints:
+        """[G] numbers of the prompts that are held, -1 for others. Marks the rollouts whose prompt cannot be."""
+        ends = offsets(batch.prompt_length_G).tolist()
+        first_S = offsets(batch.size_G).tolist()
+        any_valid_G = np.bincount(
+            np.repeat(np.arange(batch.n_groups), batch.size_G), reasons_S == VALID, batch.n_groups
+        )
+        prompt_G = np.array([self.prompts.number(prompt_id) for prompt_id in batch.prompt_ids], np.int64)
+        held = iter(self.prompts.tokens(prompt_G[prompt_G >= 0]))
+        tokens = batch.prompt_tokens
+        begun: dict[str, npt.NDArray[np.int32]] = {}  # of prompts that are not held, by an earlier group
+        for g, (prompt_id, number) in enumerate(zip(batch.prompt_ids, prompt_G.tolist(), strict=True)):
+            mine = tokens[ends[g] : ends[g + 1]]
+            known = next(held) if number >= 0 else begun.get(prompt_id)
+            if not len(mine):
+                reasons_S[first_S[g] : first_S[g + 1]] = REASONS.index("prompt_empty")
+            elif known is not None and known.tobytes() != mine.tobytes():
+                reasons_S[first_S[g] : first_S[g + 1]] = REASONS.index("prompt_differs")
+            elif known is None and any_valid_G[g]:
+                begun[prompt_id] = mine
+        return prompt_G
+
+    def _find(self, incoming: Incoming) -> Ints:
+        """The row that holds the same completion of the same prompt, or -1."""
+
+        def same(i: Ints, rows: Ints) -> npt.NDArray[np.bool_]:
+            right = (self.rows.prompt[rows] == incoming.prompt[i]) & (self.rows.length[rows] == incoming.length[i])
+            held = self.payload.token_rows(rows[right])
+            mine = (incoming.tokens(j) for j in i[right].tolist())
+            right[right] = [a.tobytes() == b.tobytes() for a, b in zip(held, mine, strict=True)]
+            return right
+
+        return self._index.find(incoming.content, same)
+
+    def _count(self, batch: RolloutBatch, reasons_S: npt.NDArray[np.int8], n_kept: int) -> None:
+        n_invalid = int(np.count_nonzero(reasons_S != VALID))
+        received = np.bincount(batch.searcher_S, minlength=len(batch.names)).tolist()
+        by_reason = np.bincount(reasons_S[reasons_S != VALID], minlength=len(REASONS)).tolist()
+        self.ledger.receive(
+            {name: n for name, n in zip(batch.names, received, strict=True) if n},
+            {
+                _S.HELD_UNTRAINED: n_kept,
+                _S.DUPLICATE: batch.n_rollouts - n_invalid - n_kept,
+                _S.INVALID: n_invalid,
+            },
+            {reason: n for reason, n in zip(REASONS, by_reason, strict=True) if n},
+        )
+
+    def _insert(self, incoming: Incoming, kept: Ints, visit_S: Ints, segment: int) -> Ints:
+        """New rows for the rollouts ``kept`` of the valid ones; all columns but copies and reference."""
+        batch, s = incoming.batch, incoming.valid[kept]
+        rows = self.rows.allocate(len(kept))
+        r = self.rows
+        r.prompt[rows] = self._begin_prompts(incoming, kept)
+        r.version[rows] = incoming.version[kept]
+        r.arrival[rows], r.visit[rows] = self.next_arrival + s, visit_S[s]
+        names = np.array([self.name_number(name) for name in batch.names], np.int32)
+        r.searcher[rows], r.source[rows] = names[batch.searcher_S[s]], names[batch.source_S[s]]
+        r.sequence[rows], r.reward[rows], r.stop_reason[rows] = (
+            batch.sequence_S[s],
+            batch.reward_S[s],
+            batch.stop_reason_S[s],
+        )
+        r.content[rows] = incoming.content[kept]
+        r.length[rows], r.behaviour_length[rows] = batch.length_S[s], batch.behaviour_length_S[s]
+        r.span_count[rows], r.segment[rows], r.uses[rows] = batch.span_count_S[s], segment, 0
+        self.payload.put(rows, batch, s)
+        self.index_rows(rows)
+        return rows
+
+    def index_rows(self, rows: Ints) -> None:
+        """Rows whose columns are set become part of the shard, in the order of ``rows``."""
+        r = self.rows
+        codes, inverse = np.unique(r.version[rows], return_inverse=True)
+        r.version_list[rows] = np.array([self._list_of(code) for code in codes.tolist()], np.int32)[inverse]
+        self._of_version.append(r.version_list[rows], rows)
+        self._of_prompt.append(r.prompt[rows], rows)
+        self._index.insert(r.content[rows], rows)
+        fresh = rows[self.is_fresh(rows)]
+        np.add.at(self.prompts.n_fresh_rows, r.prompt[fresh], 1)
+        self._count_in_segments(rows, 1)
+        self._held += len(rows)
+
+    def _count_in_segments(self, rows: Ints, sign: int) -> None:
+        segments, counts = np.unique(self.rows.segment[rows], return_counts=True)
+        for segment, n in zip(segments.tolist(), counts.tolist(), strict=True):
+            self._in_segment[segment] += sign * n
+            if self._in_segment[segment] == 0:
+                del self._in_segment[segment]
+
+    def _begin_prompts(self, incoming: Incoming, kept: Ints) -> Ints:
+        """The prompt number of each kept rollout; prompts that are not held yet begin."""
+        batch, group, numbers = incoming.batch, incoming.group[kept], incoming.prompt[kept]
+        if (numbers >= 0).all():
+            return numbers
+        first_of: dict[str, int] = {}
+        begin = [first_of.setdefault(batch.prompt_ids[g], g) for g in np.unique(group[numbers < 0]).tolist()]
+        new = np.array(list(first_of.values()), np.int64)
+        tokens = take(batch.prompt_tokens, batch.prompt_length_G, new)
+        number_G = np.full(batch.n_groups, -1, np.int64)
+        number_G[new] = self.prompts.begin(list(first_of), tokens, batch.prompt_length_G[new])
+        number_G[np.unique(group[numbers < 0])] = number_G[begin]
+        return np.where(numbers < 0, number_G[group], numbers)
+
+    def name_number(self, name: str) -> int:
+        """Of a searcher or a source, in ``names``."""
+        number = self._name_numbers.setdefault(name, len(self.names))
+        if number == len(self.names):
+            self.names.append(name)
+        return number
+
+    def _list_of(self, code: int) -> int:
+        if code not in self._version_lists:
+            number = self._free_version_lists.pop() if self._free_version_lists else len(self._version_lists)
+            self._version_lists[code] = number
+            insort(self._versions, code)
+        return self._version_lists[code]
+
+    # ---- what goes out
+
+    def mark_trained(self, rows: Ints) -> None:
+        """These were drawn for an optimizer step; a row that was drawn for several groups is used once."""
+        rows = np.unique(rows)
+        r = self.rows
+        self.ledger.move(_S.HELD_UNTRAINED, _S.TRAINED, int(np.count_nonzero(r.uses[rows] == 0)))
+        r.uses[rows] += 1
+        np.maximum.at(self.prompts.trained_visit, r.prompt[rows], r.visit[rows])
+        prompts = np.unique(r.prompt[rows])
+        held, sizes = self.rows_of(prompts)
+        owner = np.repeat(np.arange(len(prompts)), sizes)
+        fresh = np.bincount(owner, self.is_fresh(held), len(prompts))
+        self.prompts.n_fresh_rows[prompts] = fresh.astype(np.int64)
+
+    def set_reference(self, rows: Ints, values: npt.NDArray[np.float64], version: int) -> None:
+        """Stores the reference's log-prob sums in nats, as those of ``version``."""
+        self.rows.reference[rows], self.rows.reference_version[rows] = values, version
+
+    def set_segment(self, rows: Ints, segment: int) -> None:
+        """``segment`` of the log holds these."""
+        self._count_in_segments(rows, -1)
+        self.rows.segment[rows] = segment
+        self._count_in_segments(rows, 1)
+
+    def evict(self, prompts: npt.NDArray[np.integer] | None = None) -> None:
+        """What is beyond the caps of ``prompts`` (None: of all) and beyond the capacities leaves, the oldest first."""
+        self._evict_beyond_caps(self.prompts.all_numbers() if prompts is None else prompts)
         self._evict_beyond_capacity()
 
-    def mark_trained(self, rollout_ids: Iterable[RolloutId]) -> None:
-        """These were part of an optimizer step. Call it once after each step, before the next draw."""
-        for rollout_id in rollout_ids:
-            if rollout_id in self._place:
-                self._mark_held_trained(rollout_id)
-            elif (left_as := self._just_left.pop(rollout_id, None)) is not None:
-                self._ledger.move(left_as, RolloutState.TRAINED)
-        self._just_left.clear()
-
-    def set_reference(self, values: Mapping[RolloutId, tuple[float, int]]) -> None:
-        """Stores (log-prob sum in nats, reference version) with each rollout that is still held."""
-        for rollout_id, (logprob, version) in values.items():
-            if rollout_id in self._place:
-                prompt_id, key = self._place[rollout_id]
-                held = self._pools[prompt_id].held
-                rollout = replace(held[key].rollout, reference_logprob=logprob, reference_version=version)
-                held[key] = replace(held[key], rollout=rollout)
-
-    def _receive(self, group: RolloutGroup, rollout: Rollout, visit: int) -> None:
-        searcher = rollout.rollout_id.searcher
-        if rollout.rollout_id in self._place:
-            self._ledger.receive_again()
+    def _evict_beyond_caps(self, prompts: npt.NDArray[np.integer]) -> None:
+        prompts = prompts[self.sizes_of(prompts) > self._per_prompt_rollouts]
+        if not len(prompts):
             return
-        reason = self._prompt_problem(group) or invalid_reason(rollout, drop_truncated=self._drop_truncated)
-        if reason is not None:
-            self._ledger.receive_invalid(searcher, reason)
-            return
-        key = np.ascontiguousarray(rollout.token_ids, np.int32).tobytes()
-        pool = self._pools.get(group.prompt_id)
-        old = pool.held.get(key) if pool else None
-        if pool is None or old is None or old.version < rollout.version:
-            if old is not None:
-                rollout = _with_reference_of(rollout, old.rollout)
-                self._remove(old.rollout.rollout_id, RolloutState.DUPLICATE)
-            self._ledger.receive(searcher, RolloutState.HELD_UNTRAINED)
-            self._insert(group.prompt_id, group.prompt_token_ids, key, self._new(rollout, key, visit))
-            return
-        if old.version == rollout.version:
-            pool.held[key] = replace(old, copies=old.copies + 1)
-        self._ledger.receive(searcher, RolloutState.DUPLICATE)
-
-    def _prompt_problem(self, group: RolloutGroup) -> str | None:
-        if len(group.prompt_token_ids) == 0:
-            return "prompt_empty"  # nothing would predict the first token of the completion
-        pool = self._pools.get(group.prompt_id)
-        if pool is not None and not np.array_equal(pool.prompt_token_ids, group.prompt_token_ids):
-            return "prompt_differs"  # the sender has another tokenizer or template
-        return None
-
-    def _new(self, rollout: Rollout, key: bytes, visit: int) -> HeldRollout:
-        arrival = self._next_arrival
-        self._next_arrival += 1
-        # The array shares the key's memory, and no longer that of the message.
-        return HeldRollout(
-            rollout=replace(rollout, token_ids=np.frombuffer(key, np.int32)),
-            version=rollout.version,
-            copies=1,
-            trained=False,
-            arrival=arrival,
-            visit=visit,
-        )
-
-    def _insert(self, prompt_id: str, prompt_token_ids: TokenIds, key: bytes, held: HeldRollout) -> None:
-        pool = self._pools.get(prompt_id)
-        if pool is None:
-            pool = self._pools[prompt_id] = _Pool(np.array(prompt_token_ids, np.int32))
-            self._bytes += pool.prompt_token_ids.nbytes
-        pool.held[key] = held
-        self._place[held.rollout.rollout_id] = (prompt_id, key)
-        prompts = self._by_version.setdefault(held.version, {})
-        prompts[prompt_id] = prompts.get(prompt_id, 0) + 1
-        if pool.is_fresh(held):
-            self._fresh.add(prompt_id)
-        heapq.heappush(self._oldest, _heap_item(held))
-        self._bytes += _rollout_bytes(held.rollout)
-
-    def _remove(self, rollout_id: RolloutId, left_as: RolloutState) -> None:
-        prompt_id, key = self._place.pop(rollout_id)
-        pool = self._pools[prompt_id]
-        held = pool.held.pop(key)
-        self._bytes -= _rollout_bytes(held.rollout)
-        prompts = self._by_version[held.version]
-        prompts[prompt_id] -= 1
-        if prompts[prompt_id] == 0:
-            del prompts[prompt_id]
-        if not prompts:
-            del self._by_version[held.version]
-        if not held.trained:
-            self._ledger.move(RolloutState.HELD_UNTRAINED, left_as)
-            self._just_left[rollout_id] = left_as
-        self._update_fresh(prompt_id)
-        if not pool.held:
-            del self._pools[prompt_id]
-            self._bytes -= pool.prompt_token_ids.nbytes
-
-    def _mark_held_trained(self, rollout_id: RolloutId) -> None:
-        prompt_id, key = self._place[rollout_id]
-        pool = self._pools[prompt_id]
-        held = pool.held[key]
-        if not held.trained:
-            self._ledger.move(RolloutState.HELD_UNTRAINED, RolloutState.TRAINED)
-            pool.held[key] = replace(held, trained=True)
-        if held.visit > pool.trained_visit:
-            pool.trained_visit = held.visit
-            self._update_fresh(prompt_id)
-
-    def _update_fresh(self, prompt_id: str) -> None:
-        pool = self._pools[prompt_id]
-        if not any(map(pool.is_fresh, pool.held.values())):
-            self._fresh.discard(prompt_id)
+        rows, sizes = self.rows_of(prompts)
+        owner = np.repeat(np.arange(len(prompts)), sizes)
+        order = np.lexsort((self.rows.arrival[rows], self.rows.version[rows], owner))
+        rank = np.arange(len(rows)) - offsets(sizes)[:-1][owner]
+        excess = (sizes - self._per_prompt_rollouts)[owner]
+        self._remove(rows[order][rank < excess], _S.EVICTED_UNTRAINED)
 
     def _evict_beyond_capacity(self) -> None:
-        while len(self) > self._capacity_rollouts:
-            rollout_id = heapq.heappop(self._oldest)[-1]
-            if rollout_id in self._place:
-                self._remove(rollout_id, RolloutState.EVICTED_UNTRAINED)
-        # Rollouts that leave in other ways leave their items behind: rebuild before those are the majority.
-        if len(self._oldest) > 2 * len(self) + 1024:
-            self._oldest = [_heap_item(held) for pool in self._pools.values() for held in pool.held.values()]
-            heapq.heapify(self._oldest)
+        while len(self) > self._capacity_rollouts or self.bytes > self._capacity_bytes:
+            oldest = self._version_lists[self._versions[0]]
+            too_many = len(self) - self._capacity_rollouts
+            rows = self._of_version.first(oldest, max(too_many, 256))
+            n = max(0, too_many)
+            if (too_large := self.bytes - self._capacity_bytes) > 0:
+                n = max(n, int(np.searchsorted(np.cumsum(self._freed(rows)), too_large)) + 1)
+            self._remove(rows[:n], _S.EVICTED_UNTRAINED)
 
-    # Save and restore
+    def _freed(self, rows: Ints) -> Ints:
+        """Bytes that each of ``rows`` frees when they leave in this order: the last of a prompt frees the prompt."""
+        r = self.rows
+        prompts = r.prompt[rows]
+        order = np.argsort(prompts, kind="stable")
+        _, starts, counts = np.unique(prompts[order], return_index=True, return_counts=True)
+        nth = np.empty(len(rows), np.int64)
+        nth[order] = np.arange(1, len(rows) + 1) - np.repeat(starts, counts)
+        last = nth == self.sizes_of(prompts)
+        elements = r.length[rows].astype(np.int64) + np.maximum(r.behaviour_length[rows], 0)
+        return _TOKEN_BYTES * (elements + np.where(last, self.prompts.length[prompts], 0))
 
-    def state_arrays(self) -> Columns:
-        """The whole shard, ledger included, as plain arrays for ``np.savez``. Save between steps."""
-        return to_arrays(
-            ShardState(
-                next_arrival=self._next_arrival,
-                ledger=self._ledger,
-                pools=tuple(
-                    PoolState(
-                        prompt_id=prompt_id,
-                        prompt_token_ids=pool.prompt_token_ids,
-                        trained_visit=pool.trained_visit,
-                        held=tuple(pool.held.values()),
-                    )
-                    for prompt_id, pool in self._pools.items()
-                ),
-            )
-        )
-
-    def restore(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Becomes the shard that ``state_arrays`` described; a smaller capacity evicts. ValueError: another format."""
-        self.restore_state(from_arrays(arrays))
-
-    def restore_state(self, state: ShardState) -> None:
-        """Becomes the shard of ``state``; a smaller capacity evicts."""
-        self._clear()
-        self._next_arrival = state.next_arrival
-        self._ledger = state.ledger
-        # Arrays of its own: those of ``state`` may be parts of one that would live as long as the last rollout.
-        for pool in state.pools:
-            self._pools[pool.prompt_id] = _Pool(np.array(pool.prompt_token_ids, np.int32), pool.trained_visit)
-            self._bytes += pool.prompt_token_ids.nbytes
-            for held in pool.held:
-                key = held.rollout.token_ids.tobytes()
-                behaviour = held.rollout.behaviour_logprobs
-                rollout = replace(
-                    held.rollout,
-                    token_ids=np.frombuffer(key, np.int32),
-                    behaviour_logprobs=None if behaviour is None else behaviour.copy(),
-                )
-                self._insert(pool.prompt_id, pool.prompt_token_ids, key, replace(held, rollout=rollout))
-        self._evict_beyond_capacity()
-
-
-def _with_reference_of(rollout: Rollout, old: Rollout) -> Rollout:
-    """The reference's log-prob belongs to the tokens, so a newer copy need not compute it again."""
-    if rollout.reference_logprob is not None or old.reference_logprob is None:
-        return rollout
-    return replace(rollout, reference_logprob=old.reference_logprob, reference_version=old.reference_version)
-
-
-def _heap_item(held: HeldRollout) -> tuple[int, int, int, RolloutId]:
-    return held.version.attempt, held.version.step, held.arrival, held.rollout.rollout_id
-
-
-def _rollout_bytes(rollout: Rollout) -> int:
-    behaviour = rollout.behaviour_logprobs
-    return rollout.token_ids.nbytes + (0 if behaviour is None else behaviour.nbytes)
+    def _remove(self, rows: Ints, left_as: RolloutState) -> None:
+        if not len(rows):
+            return
+        r = self.rows
+        self.ledger.move(_S.HELD_UNTRAINED, left_as, int(np.count_nonzero(r.uses[rows] == 0)))
+        prompts = r.prompt[rows]
+        fresh = self.is_fresh(rows)
+        np.subtract.at(self.prompts.n_fresh_rows, prompts[fresh], 1)
+        self._of_prompt.remove(prompts, rows)
+        self._of_version.remove(r.version_list[rows], rows)
+        self._index.remove(r.content[rows], rows)
+        self.payload.free(rows)
+        self._count_in_segments(rows, -1)
+        touched = np.unique(prompts)
+        self.prompts.forget(touched[self.sizes_of(touched) == 0].astype(np.int64))
+        for code in np.unique(r.version[rows]).tolist():
+            if self._of_version.size[self._version_lists[code]] == 0:
+                self._free_version_lists.append(self._version_lists.pop(code))
+                self._versions.remove(code)
+        r.release(rows)
+        self._held -= len(rows)

@@ -1,149 +1,218 @@
-"""A replay shard at rest: its pools and ledger as plain arrays for ``np.savez``, and dealing them to other shards."""
+"""A replay shard at rest: its columns for ``np.savez``, and a shard made of the columns of one or of several.
+
+Tokens, log-probs and spans are in the columns too where no log keeps them (``with_payload``); otherwise they are read
+from the records of the log, in which a rollout is found by its id.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tba_megatron.buffer.columns import (
-    Columns,
-    get_ragged,
-    get_strings,
-    put_ragged,
-    put_strings,
-    rollouts_from_columns,
-    rollouts_to_columns,
-)
 from tba_megatron.buffer.ledger import ShardLedger
-from tba_megatron.types import PolicyVersion, Rollout, TokenIds
+from tba_megatron.buffer.rows import NAMES
+from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.rollout_batch import Ints, RolloutBatch, split, take
 
-_FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldRollout:
-    """A rollout in its pool."""
-
-    rollout: Rollout
-    version: PolicyVersion
-    copies: int  # how often the newest version that generated this completion did so
-    trained: bool
-    arrival: int  # order of arrival in the shard
-    visit: int  # the arrival of the first rollout of the message that brought it
-
-    @property
-    def age_key(self) -> tuple[PolicyVersion, int]:
-        """Grows with youth: by version, then by arrival."""
-        return self.version, self.arrival
+Columns = dict[str, npt.NDArray[Any]]
+_FORMAT = 2
+_SEQUENCE_BITS = 40
+_SAVED = tuple(name for name in NAMES if not name.endswith("_at") and name != "version_list")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PoolState:
-    """The rollouts of a prompt, in the order of the pool."""
+class SavedShard:
+    """The columns of a shard, and what its log holds of it: (segment, batch) of each record. Empty without a log."""
 
-    prompt_id: str
-    prompt_token_ids: TokenIds
-    trained_visit: int  # the newest visit that was trained on, -1: none
-    held: tuple[HeldRollout, ...]
+    columns: Mapping[str, npt.NDArray[Any]]
+    records: Iterable[tuple[int, RolloutBatch]] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardState:
-    """A whole shard between two steps."""
-
-    next_arrival: int
-    ledger: ShardLedger
-    pools: tuple[PoolState, ...]  # in the order in which they began
-
-
-def to_arrays(state: ShardState) -> Columns:
-    """Copies: they stay as they are while the shard lives on."""
-    held = [h for pool in state.pools for h in pool.held]
-    arrays: Columns = rollouts_to_columns([h.rollout for h in held])
-    for name in ("copies", "arrival", "visit"):
-        arrays[f"held_{name}"] = np.array([getattr(h, name) for h in held], np.int64)
-    arrays["held_trained"] = np.array([h.trained for h in held], np.bool_)
-    put_strings(arrays, "prompt_id", [p.prompt_id for p in state.pools])
-    put_ragged(arrays, "prompt_token_ids", [p.prompt_token_ids for p in state.pools], np.int32)
-    arrays["pool_size"] = np.array([len(p.held) for p in state.pools], np.int64)
-    arrays["pool_trained_visit"] = np.array([p.trained_visit for p in state.pools], np.int64)
-    arrays["counters"] = np.array([_FORMAT, state.next_arrival], np.int64)
-    put_strings(arrays, "ledger", [json.dumps(state.ledger.state())])
-    return arrays
+def to_columns(shard: ReplayShard, *, with_payload: bool) -> Columns:
+    """Copies of everything, ledger included, in order of arrival: they stay as they are while the shard lives on."""
+    r = shard.rows
+    rows = r.living()
+    rows = rows[np.argsort(r.arrival[rows], kind="stable")]
+    prompts, prompt_of_row = np.unique(r.prompt[rows], return_inverse=True)
+    columns: Columns = {name: getattr(r, name)[rows] for name in _SAVED}
+    columns["prompt"] = prompt_of_row.astype(np.int32)
+    _put_strings(columns, "prompt_ids", shard.prompts.ids(prompts))
+    _put_strings(columns, "names", shard.names)
+    columns["prompt_length"] = shard.prompts.length[prompts]
+    columns["prompt_tokens"] = np.concatenate([np.zeros(0, np.int32), *shard.prompts.tokens(prompts)])
+    columns["trained_visit"] = shard.prompts.trained_visit[prompts]
+    columns["segments"] = np.array(sorted(shard.segments()), np.int64)
+    columns["format"] = np.array([_FORMAT, shard.next_arrival], np.int64)
+    _put_strings(columns, "ledger", [json.dumps(shard.ledger.state())])
+    if with_payload:
+        columns["token_ids"], columns["behaviour"] = shard.payload.tokens(rows), shard.payload.behaviour(rows)
+        columns["spans"] = shard.payload.spans(rows)
+    return columns
 
 
-def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> ShardState:
-    """The shard that ``to_arrays`` described; its arrays are views of ``arrays``. ValueError: another format."""
-    found_format, next_arrival = arrays["counters"].tolist()
-    if found_format != _FORMAT:
-        raise ValueError(f"the shard's format is {found_format}, this program reads {_FORMAT}")
-    columns = (arrays[f"held_{name}"].tolist() for name in ("copies", "trained", "arrival", "visit"))
-    held = (
-        HeldRollout(
-            rollout=rollout,
-            version=rollout.version,
-            copies=copies,
-            trained=trained,
-            arrival=arrival,
-            visit=visit,
-        )
-        for rollout, copies, trained, arrival, visit in zip(rollouts_from_columns(arrays), *columns, strict=True)
-    )
-    pools = zip(
-        get_strings(arrays, "prompt_id"),
-        get_ragged(arrays, "prompt_token_ids"),
-        arrays["pool_size"].tolist(),
-        arrays["pool_trained_visit"].tolist(),
-        strict=True,
-    )
-    return ShardState(
-        next_arrival=next_arrival,
-        ledger=ShardLedger.from_state(json.loads(get_strings(arrays, "ledger")[0])),
-        pools=tuple(
-            PoolState(
-                prompt_id=prompt_id,
-                prompt_token_ids=prompt_token_ids,
-                trained_visit=trained_visit,
-                held=tuple(next(held) for _ in range(size)),
-            )
-            for prompt_id, prompt_token_ids, size, trained_visit in pools
-        ),
-    )
-
-
-def deal(parts: Sequence[ShardState], owns: Callable[[str], bool], *, keeps_rest: bool) -> ShardState:
-    """The shard of the prompts that it ``owns`` by their id, out of all shards of a run.
+def restore(
+    shard: ReplayShard,
+    parts: Sequence[SavedShard],
+    owns: Callable[[str], bool] = lambda prompt_id: True,
+    *,
+    keeps_rest: bool = True,
+) -> int:
+    """Makes ``shard`` the one of the prompts that it ``owns`` by their id, out of all shards of a run.
 
     Shards whose ``owns`` share out all prompts, and of which one ``keeps_rest``, hold what ``parts`` held and sum to
     the same ledger. An untrained rollout is counted where it is held; all that can change no more, and belongs to no
-    prompt, is counted by the one that keeps the rest.
+    prompt, is counted by the one that keeps the rest. A smaller capacity evicts.
+
+    Returns how many rollouts no record holds; they are not in the shard, and no shard has received those of them that
+    were not trained on. ValueError: the columns are of another format.
     """
+    shard.clear()
     n = len(parts)
-
-    def moved(number: int, part: int) -> int:
-        return number if number < 0 else number * n + part  # unique over all parts; the order within each stays
-
-    pools = []
-    elsewhere: Counter[str] = Counter()  # untrained rollouts of prompts that others own, by searcher
-    here: Counter[str] = Counter()
+    ledgers = []
+    here: Counter[str] = Counter()  # untrained rollouts of prompts that this shard owns, by searcher
+    elsewhere: Counter[str] = Counter()
+    gone: Counter[str] = Counter()
+    restored: list[Ints] = []
+    n_lost = 0
     for i, part in enumerate(parts):
-        for pool in part.pools:
-            mine = owns(pool.prompt_id)
-            (here if mine else elsewhere).update(h.rollout.rollout_id.searcher for h in pool.held if not h.trained)
-            if mine:
-                held = (replace(h, arrival=moved(h.arrival, i), visit=moved(h.visit, i)) for h in pool.held)
-                trained_visit = moved(pool.trained_visit, i)
-                pools.append(replace(pool, trained_visit=trained_visit, held=tuple(held)))
-    return ShardState(
-        next_arrival=max(part.next_arrival for part in parts) * n,
-        ledger=ShardLedger.total(part.ledger for part in parts).without_held(elsewhere)
-        if keeps_rest
-        else ShardLedger.of_held(here),
-        pools=tuple(pools),
+        found_format, next_arrival = part.columns["format"].tolist()
+        if found_format != _FORMAT:
+            raise ValueError(f"the shard's format is {found_format}, this program reads {_FORMAT}")
+        shard.next_arrival = max(shard.next_arrival, next_arrival * n)
+        ledgers.append(ShardLedger.from_state(json.loads(_get_strings(part.columns, "ledger")[0])))
+        mine = np.array([owns(prompt_id) for prompt_id in _get_strings(part.columns, "prompt_ids")], np.bool_)
+        chosen = mine[part.columns["prompt"]]
+        untrained = part.columns["uses"] == 0
+        here += _by_searcher(part.columns, untrained & chosen)
+        elsewhere += _by_searcher(part.columns, untrained & ~chosen)
+        rows, lost = _restore_rows(shard, part, np.flatnonzero(chosen), partial(_moved, n_parts=n, part=i))
+        restored.append(rows)
+        gone += _by_searcher(part.columns, untrained & lost)
+        n_lost += int(np.count_nonzero(lost))
+    if keeps_rest:
+        shard.ledger = ShardLedger.total(ledgers).without_held(elsewhere + gone)
+    else:
+        shard.ledger = ShardLedger.of_held(here - gone)
+    rows = np.concatenate([np.zeros(0, np.int64), *restored])
+    shard.index_rows(rows[np.argsort(shard.rows.arrival[rows], kind="stable")])
+    shard.evict()
+    return n_lost
+
+
+def _moved(numbers: Ints, *, n_parts: int, part: int) -> Ints:
+    """Arrivals of one part among those of all; -1 stays."""
+    return np.where(numbers < 0, numbers, numbers * n_parts + part)
+
+
+def _restore_rows(
+    shard: ReplayShard, part: SavedShard, chosen: Ints, moved: Callable[[Ints], Ints]
+) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """(new rows of the rollouts ``chosen``, which rollouts of the part were not found in its records)."""
+    columns, r = part.columns, shard.rows
+    rows = r.allocate(len(chosen))
+    names = np.array([shard.name_number(name) for name in _get_strings(columns, "names")] + [0], np.int32)
+    for name in _SAVED:
+        getattr(r, name)[rows] = columns[name][chosen]
+    r.searcher[rows], r.source[rows] = names[columns["searcher"][chosen]], names[columns["source"][chosen]]
+    r.arrival[rows], r.visit[rows] = moved(columns["arrival"][chosen]), moved(columns["visit"][chosen])
+    found = _fill_from_columns(shard, columns, chosen, rows) if "token_ids" in columns else _fill(shard, part, rows)
+    lost = np.zeros(len(columns["prompt"]), np.bool_)
+    lost[chosen[~found]] = True
+    r.release(rows[~found])
+    rows, chosen = rows[found], chosen[found]
+    prompts, prompt_of_row = np.unique(columns["prompt"][chosen], return_inverse=True)
+    ids = _get_strings(columns, "prompt_ids")
+    r.prompt[rows] = shard.prompts.begin(
+        [ids[p] for p in prompts.tolist()],
+        take(columns["prompt_tokens"], columns["prompt_length"], prompts.astype(np.int64)),
+        columns["prompt_length"][prompts],
+        moved(columns["trained_visit"][prompts]),
+    )[prompt_of_row]
+    return rows, lost
+
+
+def _fill_from_columns(
+    shard: ReplayShard, columns: Mapping[str, npt.NDArray[Any]], chosen: Ints, rows: Ints
+) -> npt.NDArray[np.bool_]:
+    none = np.zeros(0, np.int32)
+    everything = RolloutBatch(
+        prompt_ids=(),
+        names=(),
+        lease_G=none.astype(np.int64),
+        size_G=none,
+        prompt_length_G=none,
+        prompt_tokens=none,
+        searcher_S=columns["searcher"],
+        source_S=columns["source"],
+        sequence_S=columns["sequence"],
+        reward_S=columns["reward"],
+        stop_reason_S=columns["stop_reason"],
+        copies_S=columns["copies"],
+        length_S=columns["length"],
+        token_ids_T=columns["token_ids"],
+        behaviour_length_S=columns["behaviour_length"],
+        behaviour_B=columns["behaviour"],
+        span_count_S=columns["span_count"],
+        spans_P=columns["spans"],
+        reference_S=columns["reference"],
+        reference_version_S=columns["reference_version"],
     )
+    shard.payload.put(rows, everything, chosen)
+    return np.ones(len(rows), np.bool_)
+
+
+def _fill(shard: ReplayShard, part: SavedShard, rows: Ints) -> npt.NDArray[np.bool_]:
+    """Which of ``rows`` a record of the part holds; their payload is stored."""
+    r = shard.rows
+    found = np.zeros(len(rows), np.bool_)
+    keys = _id_keys(r.searcher[rows], r.sequence[rows])
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    for segment, batch in part.records:
+        if not len(keys):
+            break
+        numbers = np.array([shard.name_number(name) for name in batch.names] + [0], np.int32)
+        wanted = _id_keys(numbers[batch.searcher_S], batch.sequence_S)
+        place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        i = order[place]
+        candidates = rows[i]
+        hit = (
+            (keys[place] == wanted)
+            & ~found[i]
+            & (r.segment[candidates] == segment)
+            & (r.length[candidates] == batch.length_S)
+            & (r.behaviour_length[candidates] == batch.behaviour_length_S)
+            & (r.span_count[candidates] == batch.span_count_S)
+        )
+        once = np.unique(i[hit], return_index=True)[1]
+        s = np.flatnonzero(hit)[once]
+        shard.payload.put(candidates[s], batch, s)
+        found[i[s]] = True
+    return found
+
+
+def _id_keys(searchers: npt.NDArray[np.int32], sequences: Ints) -> Ints:
+    return (searchers.astype(np.int64) << _SEQUENCE_BITS) | sequences
+
+
+def _by_searcher(columns: Mapping[str, npt.NDArray[Any]], chosen: npt.NDArray[np.bool_]) -> Counter[str]:
+    names = _get_strings(columns, "names")
+    counts = np.bincount(columns["searcher"][chosen], minlength=len(names)).tolist()
+    return Counter({name: n for name, n in zip(names, counts, strict=True) if n})
+
+
+def _put_strings(columns: Columns, name: str, strings: Sequence[str]) -> None:
+    rows = [string.encode() for string in strings]
+    columns[name] = np.frombuffer(b"".join(rows), np.uint8)
+    columns[f"{name}_length"] = np.array([len(row) for row in rows], np.int64)
+
+
+def _get_strings(columns: Mapping[str, npt.NDArray[Any]], name: str) -> list[str]:
+    return [row.tobytes().decode() for row in split(columns[name], columns[f"{name}_length"])]

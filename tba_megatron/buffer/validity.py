@@ -2,45 +2,77 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
+import numpy.typing as npt
 
-from tba_megatron.types import PolicySpan, Rollout, StopReason
+from tba_megatron.rollout_batch import NO_BEHAVIOUR, NO_VERSION, STOP_REASONS, RolloutBatch, offsets
+from tba_megatron.types import StopReason
 
+# In the order in which they are looked for; the names are keys of the metrics.
+REASONS = (
+    "prompt_empty",  # nothing would predict the first token of the completion
+    "prompt_differs",  # the sender has another tokenizer or template
+    "reward_not_finite",
+    "behaviour_logprobs_length",
+    "behaviour_logprobs_not_finite",
+    "reference_logprob_not_finite",
+    "reference_version_missing",
+    "spans",
+    "aborted",
+    "truncated",
+)
+VALID = -1
+_ABORT, _LENGTH = STOP_REASONS.index(StopReason.ABORT), STOP_REASONS.index(StopReason.LENGTH)
 
-def invalid_reason(rollout: Rollout, *, drop_truncated: bool) -> str | None:
-    """The name of the first law that ``rollout`` breaks, or None. The name is a key of the metrics."""
-    n_tokens = len(rollout.token_ids)
-    logprobs = rollout.behaviour_logprobs
-    reference = rollout.reference_logprob
-    if not math.isfinite(rollout.reward):
-        return "reward_not_finite"
-    if logprobs is not None and len(logprobs) != n_tokens:
-        return "behaviour_logprobs_length"
-    if logprobs is not None and not np.isfinite(logprobs).all():
-        return "behaviour_logprobs_not_finite"
-    if reference is not None and not math.isfinite(reference):
-        return "reference_logprob_not_finite"
-    if (reference is None) != (rollout.reference_version is None):
-        return "reference_version_missing"
-    if not _tiles(rollout.spans, n_tokens):
-        return "spans"
-    if rollout.stop_reason is StopReason.ABORT:
-        return "aborted"
-    if drop_truncated and rollout.stop_reason is StopReason.LENGTH:
-        return "truncated"
-    return None
+Reasons_S = npt.NDArray[np.int8]
 
 
-def _tiles(spans: tuple[PolicySpan, ...], n_tokens: int) -> bool:
-    """True if the spans cover 0..n_tokens in order. Only an empty completion has an empty span, its only one.
+def invalid_reasons(batch: RolloutBatch, *, drop_truncated: bool) -> Reasons_S:
+    """[S] the first law that each rollout breaks, as an index into ``REASONS``, or ``VALID``.
+
+    The laws about prompts are the shard's: it knows which prompts it holds.
+    """
+    reference_known = ~np.isnan(batch.reference_S)
+    has_version = batch.reference_version_S != NO_VERSION
+    broken = {
+        "reward_not_finite": ~np.isfinite(batch.reward_S),
+        "behaviour_logprobs_length": (batch.behaviour_length_S != NO_BEHAVIOUR)
+        & (batch.behaviour_length_S != batch.length_S),
+        "behaviour_logprobs_not_finite": _not_finite(batch),
+        "reference_logprob_not_finite": np.where(reference_known, np.isinf(batch.reference_S), has_version),
+        "reference_version_missing": reference_known & ~has_version,
+        "spans": ~_tiled(batch),
+        "aborted": batch.stop_reason_S == _ABORT,
+        "truncated": (batch.stop_reason_S == _LENGTH) & drop_truncated,
+    }
+    reasons_S = np.full(batch.n_rollouts, VALID, np.int8)
+    for reason, broken_S in reversed(broken.items()):
+        reasons_S[broken_S] = REASONS.index(reason)
+    return reasons_S
+
+
+def _not_finite(batch: RolloutBatch) -> npt.NDArray[np.bool_]:
+    wrong = np.flatnonzero(~np.isfinite(batch.behaviour_B))
+    broken_S = np.zeros(batch.n_rollouts, np.bool_)
+    if len(wrong):
+        ends = offsets(np.maximum(batch.behaviour_length_S, 0))[1:]
+        broken_S[np.searchsorted(ends, wrong, side="right")] = True
+    return broken_S
+
+
+def _tiled(batch: RolloutBatch) -> npt.NDArray[np.bool_]:
+    """[S] true if the spans cover 0..n_tokens in order. Only an empty completion has an empty span, its only one.
 
     A policy that wrote no token must not appear: it would make the rollout look younger than it is.
     """
-    if n_tokens == 0:
-        return [(s.start, s.end) for s in spans] == [(0, 0)]
-    ends = [0, *(s.end for s in spans)]
-    return ends[-1] == n_tokens and all(
-        span.start == before < span.end for span, before in zip(spans, ends, strict=False)
-    )
+    start_P, end_P = batch.spans_P[:, 2], batch.spans_P[:, 3]
+    ends = offsets(batch.span_count_S)
+    has_S = batch.span_count_S > 0
+    owner_P = np.repeat(np.arange(batch.n_rollouts), batch.span_count_S)
+    before_P = np.concatenate([np.zeros(1, np.int64), end_P])[:-1]
+    before_P[ends[:-1][has_S]] = 0
+    right_P = (start_P == before_P) & (start_P < end_P) & (batch.spans_P[:, :2] >= 0).all(1)
+    right_P |= (batch.length_S[owner_P] == 0) & (start_P == 0) & (end_P == 0)
+    tiled_S = has_S & (np.bincount(owner_P, ~right_P, batch.n_rollouts) == 0)
+    tiled_S[has_S] &= end_P[ends[1:][has_S] - 1] == batch.length_S[has_S]
+    return tiled_S & ((batch.length_S > 0) | (batch.span_count_S == 1))

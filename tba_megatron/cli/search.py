@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 from tba_megatron.cli.common import start_logging
@@ -27,6 +28,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
     start_logging()
     from tba_megatron.search.searcher import Searcher, new_name
     from tba_megatron.transport.control import ControlClient
+    from tba_megatron.transport.rollout_sender import RolloutSender
 
     host = socket.gethostname()
     name = new_name(host)
@@ -51,6 +53,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
         token=rendezvous.token,
         name=name,
         host=host,
+        connect=partial(RolloutSender, resend_s=config.transport.resend_s),
     )
     return searcher.run()
 

@@ -1,6 +1,6 @@
 """A searcher: generate and score all the time, take new weights between two engine steps, never wait for the trainer.
 
-It waits only when it has no prompts, which is how the trainer throttles it.
+It waits only when it has no prompts, which is how the trainer throttles it, or while the shards have no room for more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from tba_megatron.transport.messages import (
     ToSearcher,
     Welcome,
 )
-from tba_megatron.transport.rollouts import RolloutOutbox, RolloutSender
+from tba_megatron.transport.rollout_sender import RolloutSender
+from tba_megatron.transport.rollouts import RolloutOutbox
 from tba_megatron.types import (
     Completion,
     PolicyVersion,
@@ -81,7 +82,7 @@ class Searcher:
         name: str,
         host: str,
         source: str = "searcher",
-        connect: Callable[[Sequence[str], str], RolloutOutbox] = RolloutSender,
+        connect: Callable[[Sequence[str], str, str], RolloutOutbox] = RolloutSender,
     ) -> None:
         self._config, self._engine, self._task, self._tokenizer = config, engine, task, tokenizer
         self._control, self._token, self._name, self._host = control, token, name, host
@@ -118,13 +119,15 @@ class Searcher:
             for message in self._control.poll(0.0 if self._engine.n_unfinished else IDLE_POLL_S):
                 self._handle(message)
             self._take_weights()
-            self._evaluate_if_asked()
-            self._fill_engine()
+            self._evaluate_if_asked(sender)
+            if sender.room:
+                self._fill_engine()
             self._beat()
             if self._engine.n_unfinished:
                 self._generate(sender)
             else:
                 self._idle_s += time.monotonic() - idle_from_s
+            sender.flush()
             if time.monotonic() - self._heard_s > self._config.transport.lease_s:
                 _log.warning("the trainer was silent for %g s; leaving", self._config.transport.lease_s)
                 sender.close(linger_s=0.0)
@@ -153,13 +156,13 @@ class Searcher:
             for message in self._control.poll(0.2):
                 self._handle(message)  # an offer may come in one breath with the welcome
                 if isinstance(message, Welcome):
-                    outbox = self._connect(message.shards, self._token)
+                    outbox = self._connect(message.shards, self._token, self._name)
                 elif isinstance(message, Refused):
                     raise TransportError(f"the trainer refused this searcher: {message.reason}")
         if outbox is not None:
             return outbox
         if self._stopping is not None:
-            return self._connect((), self._token)
+            return self._connect((), self._token, self._name)
         raise TransportError(f"no trainer answered within {self._config.transport.lease_s} s; is it still running?")
 
     def _leave(self, sender: RolloutOutbox) -> int:
@@ -241,7 +244,7 @@ class Searcher:
 
     # ---- evaluation
 
-    def _evaluate_if_asked(self) -> None:
+    def _evaluate_if_asked(self, sender: RolloutOutbox) -> None:
         if not self._evaluations or self._evaluations[0] != self._engine.version:
             return
         version = self._evaluations.popleft()
@@ -261,7 +264,7 @@ class Searcher:
                 eos_ids=self._tokenizer.eos_ids,
             ),
             in_engine=self._config.search.prompts_in_engine,
-            go_on=self._go_on,
+            go_on=lambda: self._go_on(sender),
         )
         if done is None:
             return
@@ -269,10 +272,11 @@ class Searcher:
             Evaluated(version=str(version), accuracy=done.accuracy, problems=done.problems, seconds=done.seconds)
         )
 
-    def _go_on(self) -> bool:
+    def _go_on(self, sender: RolloutOutbox) -> bool:
         """Between two steps of an evaluation: hear and be heard."""
         for message in self._control.poll(0.0):
             self._handle(message)
+        sender.flush()
         self._beat()
         return self._stopping is None
 

@@ -7,39 +7,34 @@ checkpoint. It loads at any tensor, pipeline and data-parallel sizes; shards are
 from __future__ import annotations
 
 import json
-import pickle
-import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tba_megatron.buffer.columns import Columns
-from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.buffer.shard_state import deal, from_arrays
+from tba_megatron.buffer.shard_state import Columns
+from tba_megatron.buffer.stored_shard import Generation, StoredShard
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError
-from tba_megatron.trainer.all_or_none import AllOrNone, first_line
+from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.checkpoint_folder import checkpoints
-from tba_megatron.trainer.checkpoint_state import RunState, load_into, load_model, model_to_load, policy_to_load
+from tba_megatron.trainer.checkpoint_state import load_into, load_model, model_to_load, policy_to_load
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.exchange import from_rank_0
 from tba_megatron.trainer.model import Policy
-from tba_megatron.transport.rollouts import owner_of
+from tba_megatron.trainer.run_state import RunState, read_run_state, read_shard, reading
 
 __all__ = ["CheckpointWriter", "RunState", "as_attempt", "checkpoints", "load", "load_policy", "read_state", "save"]
 
 
 def save(
-    folder: Path, policy: Policy, shard: ReplayShard | None, state: RunState, groups: Groups, *, keep: int
+    folder: Path, policy: Policy, shard: StoredShard | None, state: RunState, groups: Groups, *, keep: int
 ) -> Path:
     """Write one checkpoint while everybody waits; a collective over all ranks. ``shard`` is given on DP leaders.
 
@@ -51,36 +46,41 @@ def save(
 def read_state(path: Path) -> RunState:
     """The run's state in the checkpoint ``path``; CheckpointError when it cannot be read."""
     try:
-        return _state(path)
+        return read_run_state(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_advice(path)}") from None
 
 
-def load(path: Path, policy: Policy, shard: ReplayShard | None, groups: Groups) -> RunState:
-    """Restore everything on every rank from ``path``; a collective over all ranks.
+def load(
+    path: Path, policy: Policy, shard: StoredShard | None, groups: Groups, logs: Sequence[Generation] = ()
+) -> RunState:
+    """Restore everything on every rank from ``path``, and what ``logs`` have beyond it; a collective over all ranks.
 
     CheckpointError, the same on every rank, names what is damaged and what to do.
     """
     with AllOrNone(f"cannot load {path}", groups.world, advice=_advice(path)):
-        state = _state(path)
+        state = read_run_state(path)
     load_policy(path, policy)
     with AllOrNone(f"cannot load {path}", groups.world, advice=_advice(path)):
         if shard is not None:
-            _load_shard(path, state.data_parallel, shard, groups)
+            _load_shard(path, state.data_parallel, shard, groups, logs)
     return state
 
 
 def load_newest(
-    folder: Path, policy: Policy, shard: ReplayShard | None, groups: Groups
+    folder: Path, policy: Policy, shard: StoredShard | None, groups: Groups, logs: Sequence[Generation] = ()
 ) -> tuple[RunState, Path | None]:
     """The newest checkpoint of ``folder``, restored on every rank, and its path; a collective over all ranks.
 
-    Where there is none, the state of a run that has made no attempt yet, and None.
+    Where there is none, the state of a run that has made no attempt yet, and None; the shards have what ``logs`` have.
     """
     found = checkpoints(folder) if groups.rank == 0 else []
     path = from_rank_0(str(found[-1][1]) if found else "", groups)
     if path:
-        return load(Path(path), policy, shard, groups), Path(path)
+        return load(Path(path), policy, shard, groups, logs), Path(path)
+    with AllOrNone(f"cannot begin in {folder.parent}", groups.world):
+        if shard is not None:
+            shard.restore({}, logs)
     state = RunState(
         step=0,
         base_steps=(),
@@ -123,64 +123,28 @@ def _advice(path: Path) -> str:
     return f"; remove {path} to resume earlier"
 
 
-def _state(path: Path) -> RunState:
-    with _reading(path / "run.json") as file:
-        return msgspec.json.decode(file.read_bytes(), type=RunState)
-
-
 def _check_model(model: Path) -> Metadata:
     """What Megatron's part consists of, when all of it is there and of the size that it should have."""
-    with _reading(model / "metadata.json") as file:
+    with reading(model / "metadata.json") as file:
         json.loads(file.read_bytes())
-    with _reading(model / "common.pt") as file:
+    with reading(model / "common.pt") as file:
         torch.load(file, map_location="cpu")
-    with _reading(model / ".metadata"):
+    with reading(model / ".metadata"):
         metadata = FileSystemReader(model).read_metadata()
     ends: dict[str, int] = {}
     for part in metadata.storage_data.values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
     for name, end in ends.items():
-        with _reading(model / name) as file:
+        with reading(model / name) as file:
             if (size := file.stat().st_size) < end:
                 raise ValueError(f"it has {size} of {end} bytes")
     return metadata
 
 
-def _load_shard(path: Path, n_saved: int, shard: ReplayShard, groups: Groups) -> None:
+def _load_shard(path: Path, n_saved: int, shard: StoredShard, groups: Groups, logs: Sequence[Generation]) -> None:
     """This leader's own shard, or its share of all shards where their number differs."""
-    if n_saved == groups.dp_size:
-        with _reading(path / f"shard-{groups.dp_rank}.npz") as file:
-            shard.restore(_arrays(file))
-        return
-    parts = []
-    for i in range(n_saved):
-        with _reading(path / f"shard-{i}.npz") as file:
-            parts.append(from_arrays(_arrays(file)))
-    me, n = groups.dp_rank, groups.dp_size
-    shard.restore_state(deal(parts, lambda prompt_id: owner_of(prompt_id, n) == me, keeps_rest=me == 0))
-
-
-def _arrays(file: Path) -> Columns:
-    with np.load(file, allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[Path]:
-    """Whatever a missing or damaged ``file`` can cause, as a CheckpointError that names it."""
-    try:
-        yield file
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        ImportError,
-        EOFError,
-        RuntimeError,
-        msgspec.DecodeError,
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-    ) as error:
-        reason = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
-        raise CheckpointError(f"{file} cannot be read ({reason})") from error
+    parts: dict[int, Columns] = {}
+    for i in [groups.dp_rank] if n_saved == groups.dp_size else range(n_saved):
+        parts[i] = read_shard(path, i)
+    with reading(path / "shard-*.npz"):
+        shard.restore(parts, logs)

@@ -1,11 +1,10 @@
-"""What a checkpoint holds: the policy as Megatron's sharded state dict, and what rank 0 knows of the run."""
+"""What a checkpoint holds of the policy: Megatron's sharded state dict."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -13,7 +12,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from tba_megatron.trainer.model import Policy
-from tba_megatron.types import PolicyHistory
 
 METADATA = {
     # The one optimizer format that loads at other parallel sizes with torch.optim.AdamW (0.16.1).
@@ -25,29 +23,6 @@ METADATA = {
 
 # The optimizer's tensors: gathered into buffers that nobody else knows (get_parameter_state_dp_zero, 0.16.1).
 GATHERED = "optimizer.state."
-
-
-class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 knows beside weights and rollouts. ``base_steps`` are those of ``PolicyHistory``."""
-
-    step: int
-    base_steps: tuple[int, ...]
-    data_parallel: int  # how many replay shards there are
-    next_position: int  # of the prompt stream
-    unfinished_prompts: list[tuple[int, int]]  # (start, count) that were leased and had not arrived
-    generated: dict[str, int]  # by searcher incarnation, for the ledger
-    skipped_steps: int = 0
-    accuracy_before: float | None = None
-    busy_s: float = 0.0
-    idle_s: float = 0.0
-    train_s: float = 0.0
-    wait_s: float = 0.0
-    versions: int = 0
-    ages: dict[int, int] = {}  # age in steps -> rollouts trained at that age
-
-    @property
-    def history(self) -> PolicyHistory:
-        return PolicyHistory(base_steps=self.base_steps)
 
 
 def policy_to_save(policy: Policy) -> dict[str, Any]:

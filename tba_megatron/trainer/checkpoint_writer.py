@@ -41,13 +41,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.buffer.stored_shard import StoredShard
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError
 from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.checkpoint_folder import complete, final_path, make_partial, partial_path, sync
-from tba_megatron.trainer.checkpoint_state import GATHERED, RunState, policy_to_save
+from tba_megatron.trainer.checkpoint_state import GATHERED, policy_to_save
 from tba_megatron.trainer.model import Policy
+from tba_megatron.trainer.run_state import RunState
 
 _POLL_S = 1.0  # between two questions whether all ranks have written
 
@@ -72,7 +73,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, groups: Groups, keep: int) -> None:
-        self._folder, self._groups, self._keep = folder, groups, keep
+        self.folder, self._groups, self._keep = folder, groups, keep
         self._flight: _Flight | None = None
 
     @property
@@ -85,14 +86,14 @@ class CheckpointWriter:
         """Whether this rank's thread has nothing left to write. ``finish`` waits for no thread when all ranks' are."""
         return self._flight is None or self._flight.written.done()
 
-    def save(self, policy: Policy, shard: ReplayShard | None, state: RunState) -> Path:
+    def save(self, policy: Policy, shard: StoredShard | None, state: RunState) -> Path:
         """``begin`` and ``finish`` in one; the path of the checkpoint."""
         self.begin(policy, shard, state)
         path = self.finish()
         assert path is not None
         return path
 
-    def begin(self, policy: Policy, shard: ReplayShard | None, state: RunState) -> None:
+    def begin(self, policy: Policy, shard: StoredShard | None, state: RunState) -> None:
         """Copy everything at this step boundary and start writing; ``shard`` is given on DP leaders.
 
         A save that is still in flight is finished first; if it fails, this one does not begin.
@@ -104,18 +105,18 @@ class CheckpointWriter:
             self._clean(state.step)
             raise
 
-    def _begin(self, policy: Policy, shard: ReplayShard | None, state: RunState) -> None:
-        groups, partial = self._groups, partial_path(self._folder, state.step)
+    def _begin(self, policy: Policy, shard: StoredShard | None, state: RunState) -> None:
+        groups, partial = self._groups, partial_path(self.folder, state.step)
         with self._all_or_none(state.step):
             if groups.rank == 0:
-                (make_partial(self._folder, state.step) / "model").mkdir()
+                (make_partial(self.folder, state.step) / "model").mkdir()
         with self._all_or_none(state.step):
             sharded, common = save_preprocess(policy_to_save(policy))
             planner, plan = _plan_copies(sharded)
             del sharded
             files: dict[Path, Content] = {}
             if shard is not None:
-                files[partial / f"shard-{groups.dp_rank}.npz"] = shard.state_arrays()
+                files[partial / f"shard-{groups.dp_rank}.npz"] = shard.state_columns()
             if groups.rank == 0:
                 files[partial / "model" / "common.pt"] = _saved(common)
                 files[partial / "run.json"] = msgspec.json.encode(state)
@@ -130,7 +131,7 @@ class CheckpointWriter:
             step=state.step,
             storage=storage,
             metadata=metadata,
-            written=thread.submit(_write, storage, plan, planner, files),
+            written=thread.submit(_write, storage, plan, planner, files, shard),
         )
         thread.shutdown(wait=False)  # it ends when it has written
 
@@ -147,10 +148,10 @@ class CheckpointWriter:
         except CheckpointError:
             self._clean(flight.step)
             raise
-        return final_path(self._folder, flight.step)
+        return final_path(self.folder, flight.step)
 
     def _finish(self, flight: _Flight) -> None:
-        groups, model = self._groups, partial_path(self._folder, flight.step) / "model"
+        groups, model = self._groups, partial_path(self.folder, flight.step) / "model"
         self._wait_for_threads(flight)
         with self._all_or_none(flight.step):
             results = flight.written.result()
@@ -162,7 +163,7 @@ class CheckpointWriter:
                 save_config(CheckpointingConfig("torch_dist", 1), str(model))
                 for path in (model / "metadata.json", model, model.parent):
                     sync(path)
-                complete(self._folder, flight.step, self._keep)
+                complete(self.folder, flight.step, self._keep)
 
     def _wait_for_threads(self, flight: _Flight) -> None:
         """In short collectives: one that waited for the slowest disk would run into the group's timeout."""
@@ -172,12 +173,12 @@ class CheckpointWriter:
             dist.all_gather_object(done, flight.written.done(), group=self._groups.world)
 
     def _all_or_none(self, step: int) -> AllOrNone:
-        return AllOrNone(f"cannot save step {step} in {self._folder}", self._groups.world)
+        return AllOrNone(f"cannot save step {step} in {self.folder}", self._groups.world)
 
     def _clean(self, step: int) -> None:
         """Every rank has stopped writing: what is there may hold the space that the disk lacks."""
         if self._groups.rank == 0:
-            shutil.rmtree(partial_path(self._folder, step), ignore_errors=True)
+            shutil.rmtree(partial_path(self.folder, step), ignore_errors=True)
 
 
 def _plan_copies(sharded: Any) -> tuple[MCoreSavePlanner, SavePlan]:
@@ -210,9 +211,15 @@ def _saved(value: Any) -> memoryview:
 
 
 def _write(
-    storage: FileSystemWriter, plan: SavePlan, planner: MCoreSavePlanner, files: Mapping[Path, Content]
+    storage: FileSystemWriter,
+    plan: SavePlan,
+    planner: MCoreSavePlanner,
+    files: Mapping[Path, Content],
+    shard: StoredShard | None,
 ) -> list[WriteResult]:
-    """In the thread: this rank's files, safe on the disk."""
+    """In the thread: this rank's files, and the log that they refer to, safe on the disk."""
+    if shard is not None:
+        shard.sync()
     results = storage.write_data(plan, planner).wait()
     for path, content in files.items():
         with path.open("wb") as file:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tba_megatron.buffer.ledger import ShardCounts, combine
 from tba_megatron.buffer.sampler import Sampler
 from tba_megatron.config import Config
 from tba_megatron.metrics import MetricLog
-from tba_megatron.trainer.checkpoint import RunState
-from tba_megatron.trainer.notes import DrawFacts, Note
+from tba_megatron.trainer.buffer_metrics import draw_metrics, ledger_metrics, quantile, shard_metrics
+from tba_megatron.trainer.notes import DrawFacts, MessageCounts, Note
 from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.result import RunResult
+from tba_megatron.trainer.run_state import RunState
 from tba_megatron.trainer.step import Update
 from tba_megatron.trainer.step_metrics import update_metrics
 from tba_megatron.transport.control import ControlServer
@@ -71,7 +72,8 @@ class Chief:
         self._failed_before_end = 0
         self._saved_step = state.step if state.step else -1
         self._counts: list[ShardCounts] = []
-        self._refused = 0
+        self._reports: list[ShardReport] = []
+        self._messages: list[MessageCounts] = []
         self._fresh_groups = 0
         self._stopped_by: int = 0
         self._save_written = False
@@ -221,7 +223,7 @@ class Chief:
     def _absorb(self, notes: Sequence[Note], step: int) -> list[ShardReport]:
         reports = [note.report for note in notes if note.report is not None]
         self._counts = [note.counts for note in notes if note.counts is not None]
-        self._refused = sum(note.refused for note in notes)
+        self._reports, self._messages = reports, [note.messages for note in notes]
         self._fresh_groups = sum(report.n_fresh for report in reports)
         arrived = Counter()
         for note in notes:
@@ -276,18 +278,13 @@ class Chief:
             ages.update(facts.ages)
         self._ages.update(ages)
         joined, lost = self._control.totals()
-        copies = max(1, ages.total() + sum(f.off_branch for f in drawn))
         busy_s, idle_s = self._control.times()
         metrics: dict[str, float] = {
             **update_metrics(done, self._skipped),
-            "rollout/truncated_frac": sum(f.truncated for f in drawn) / copies,
-            "rollout/empty_frac": sum(f.empty for f in drawn) / copies,
-            "buffer/with_replacement_groups": sum(f.with_replacement for f in drawn),
+            **draw_metrics(drawn, ages, seconds),
+            **shard_metrics(self._reports, self._messages),
             "buffer/fresh_groups": self._fresh_groups,
-            "buffer/refused_total": self._refused,
             "fleet/refused_total": self._control.refused,
-            "age/off_branch_frac": sum(f.off_branch for f in drawn) / copies,
-            "throughput/train_tok_s": sum(f.tokens for f in drawn) / seconds,
             "time/step_s": seconds,
             "time/wait_rollout_s": self._wait_before_step_s,
             "time/weight_sync_s": self._publisher.last_sync_s,
@@ -298,10 +295,8 @@ class Chief:
             "fleet/joined_total": joined,
             "fleet/lost_total": lost,
             "fleet/idle_frac": idle_s / (busy_s + idle_s) if busy_s + idle_s else 0.0,
-            **_age_metrics(ages),
-            **_ledger_metrics(self.ledger()),
+            **ledger_metrics(self.ledger()),
         }
-        metrics["buffer/size"] = metrics["ledger/held_untrained"] + metrics["ledger/trained"]
         self._log.log(step, metrics)
         every = self._config.metrics.sample_rollouts_every_steps
         if every and step % every == 0:
@@ -345,34 +340,3 @@ class Chief:
             rollouts_discarded_invalid=ledger.invalid,
             rollouts_lost=ledger.lost,
         )
-
-
-def quantile(counts: Mapping[int, int], q: float) -> int:
-    """The smallest value at or below which a share ``q`` of the counted items lies; 0 for none."""
-    total, seen = sum(counts.values()), 0
-    for value in sorted(counts):
-        seen += counts[value]
-        if seen >= q * total:
-            return value
-    return 0
-
-
-def _age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
-    return {
-        "age/p50": quantile(ages, 0.5),
-        "age/p95": quantile(ages, 0.95),
-        "age/max": max(ages, default=0),
-    }
-
-
-def _ledger_metrics(ledger: LedgerCounts) -> dict[str, float]:
-    return {
-        "ledger/generated": ledger.generated,
-        "ledger/in_flight": ledger.in_flight,
-        "ledger/held_untrained": ledger.held_untrained,
-        "ledger/trained": ledger.trained,
-        "ledger/duplicate": ledger.duplicate,
-        "ledger/evicted_untrained": ledger.evicted_untrained,
-        "ledger/invalid": ledger.invalid,
-        "ledger/lost": ledger.lost,
-    }

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from tba_megatron.buffer.sampler import make_sampler
 from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.buffer.stored_shard import REPLAY, StoredShard, generations
 from tba_megatron.config import Config
-from tba_megatron.config_sections import SearcherData, VllmEngineConfig
+from tba_megatron.config_sections import SearcherData, SegmentsConfig, VllmEngineConfig
 from tba_megatron.dist import Groups
 from tba_megatron.loss.registry import make_loss
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.build import Model, begin_attempt, build_model, export_policy, open_run_log
-from tba_megatron.trainer.checkpoint import RunState
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.chief import Chief
 from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
@@ -26,10 +26,11 @@ from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.recording import FOLDER as RECORDING
 from tba_megatron.trainer.recording import Recorder
 from tba_megatron.trainer.result import write_result
+from tba_megatron.trainer.run_state import RunState
 from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.registry import PromptLeases
 from tba_megatron.transport.rendezvous import Rendezvous, withdraw_rendezvous, write_rendezvous
-from tba_megatron.transport.rollouts import RolloutReceiver
+from tba_megatron.transport.rollouts import RolloutReceiver, owner_of
 from tba_megatron.types import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -44,9 +45,7 @@ def train(config: Config, groups: Groups) -> int:
     export_policy(config, model.policy.chunks, groups, start_weights)
     with ExitStack() as stack:
         token = from_rank_0(secrets.token_hex(16) if groups.rank == 0 else None, groups)
-        receiver = RolloutReceiver(config.transport.host, token) if shard is not None else None
-        if receiver is not None:
-            stack.callback(receiver.close)
+        receiver = _open_receiver(config, token, shard, stack) if shard is not None else None
         addresses = gather_on_all(receiver.address if receiver else "", groups)
         control = _open_control(config, groups, addresses, token, state)
         publisher = _build_publisher(config, groups, model, control)
@@ -85,15 +84,40 @@ def train(config: Config, groups: Groups) -> int:
     return code
 
 
-def _build_shard(config: Config, groups: Groups) -> ReplayShard | None:
+def _build_shard(config: Config, groups: Groups) -> StoredShard | None:
     """On DP leaders: this replica's share of the buffer."""
     if not groups.is_leader:
         return None
-    return ReplayShard(
-        max(1, config.buffer.capacity_rollouts // groups.dp_size),
-        config.buffer.per_prompt_rollouts,
-        drop_truncated=config.objective.truncated == "drop",
+    buffer, me, n_shards = config.buffer, groups.dp_rank, groups.dp_size
+    files = buffer.segments if isinstance(buffer.segments, SegmentsConfig) else None
+    return StoredShard(
+        ReplayShard(
+            max(1, buffer.capacity_rollouts // n_shards),
+            buffer.per_prompt_rollouts,
+            capacity_bytes=max(1, buffer.capacity_bytes // n_shards),
+            drop_truncated=config.objective.truncated == "drop",
+        ),
+        replay=config.run.folder / REPLAY if files else None,
+        segment_bytes=files.segment_bytes if files else 0,
+        index=me,
+        n_shards=n_shards,
+        owns=lambda prompt_id: owner_of(prompt_id, n_shards) == me,
     )
+
+
+def _open_receiver(config: Config, token: str, shard: StoredShard, stack: ExitStack) -> RolloutReceiver:
+    files = config.buffer.segments
+    receiver = RolloutReceiver(
+        config.transport.host,
+        token,
+        log=shard.log,
+        delivered=shard.delivered,
+        window_bytes=config.transport.window_bytes,
+        fsync_every_s=files.fsync_every_s if isinstance(files, SegmentsConfig) else 0.0,
+    )
+    stack.callback(shard.close)
+    stack.callback(receiver.close)  # its thread writes to the log
+    return receiver
 
 
 def _open_recorder(config: Config, groups: Groups, state: RunState, stack: ExitStack) -> Recorder | None:
@@ -132,10 +156,11 @@ def _announce(config: Config, control: ControlServer, token: str, state: RunStat
     )
 
 
-def _restore(config: Config, policy: Policy, shard: ReplayShard | None, groups: Groups) -> RunState:
+def _restore(config: Config, policy: Policy, shard: StoredShard | None, groups: Groups) -> RunState:
     """The newest checkpoint's state as a new attempt, or a new run's; the same on every rank."""
     folder = config.run.folder
-    state, path = checkpoint.load_newest(folder / "checkpoints", policy, shard, groups)
+    logs = from_rank_0(generations(folder / REPLAY) if groups.rank == 0 else None, groups)
+    state, path = checkpoint.load_newest(folder / "checkpoints", policy, shard, groups, logs)
     attempts: tuple[int, ...] | None = None
     with AllOrNone("", groups.world):
         if groups.rank == 0:

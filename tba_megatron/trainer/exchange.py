@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from tba_megatron.dist import Groups
 from tba_megatron.packing import Pack, decode, encode
-from tba_megatron.types import PolicySpan, PolicyVersion, Rollout, RolloutId, StopReason, TrainGroup
+from tba_megatron.rollout_batch import RolloutBatch
+from tba_megatron.rollout_batch import decode as decode_batch
+from tba_megatron.rollout_batch import encode as encode_batch
+from tba_megatron.types import RolloutId, TrainGroup
 
 T = TypeVar("T")
 
@@ -27,6 +29,15 @@ def gather_on_all(value: T, groups: Groups) -> list[T]:
         return [value]
     values: list[T] = [value] * groups.info.world_size
     dist.all_gather_object(values, value, group=groups.world)
+    return values
+
+
+def gather_on_leaders(value: T, groups: Groups) -> list[T]:
+    """Every DP leader's ``value``, by replica, on every leader. For small values only."""
+    if groups.dp_size == 1:
+        return [value]
+    values: list[T] = [value] * groups.dp_size
+    dist.all_gather_object(values, value, group=groups.leaders)
     return values
 
 
@@ -56,20 +67,20 @@ def assign_replicas(tokens_G: Sequence[int], n_replicas: int) -> list[int]:
     return replica_G
 
 
-def exchange_groups(drawn: Sequence[TrainGroup], groups: Groups) -> list[TrainGroup]:
+def exchange_groups(drawn: RolloutBatch, groups: Groups) -> list[TrainGroup]:
     """On DP leaders: give the groups that this shard drew, get those that this replica trains."""
     if groups.dp_size == 1:
-        return list(drawn)
-    counts: list[list[int]] = [[] for _ in range(groups.dp_size)]
-    dist.all_gather_object(counts, [group.n_tokens for group in drawn], group=groups.leaders)
+        return drawn.train_groups()
+    counts: list[list[int]] = gather_on_leaders(drawn.n_tokens_G.tolist(), groups)
     replica_G = assign_replicas([n for shard in counts for n in shard], groups.dp_size)
     first = sum(len(shard) for shard in counts[: groups.dp_rank])
+    mine = replica_G[first : first + drawn.n_groups]
     outgoing = [
-        encode_groups([g for g, to in zip(drawn, replica_G[first:], strict=False) if to == replica])
+        encode_batch(drawn.select([g for g, to in enumerate(mine) if to == replica]))
         for replica in range(groups.dp_size)
     ]
     incoming = _all_to_all(outgoing, groups.leaders, groups.dp_rank)
-    return [group for data in incoming for group in decode_groups(data)]
+    return [group for data in incoming for group in decode_batch(data).train_groups()]
 
 
 def _all_to_all(outgoing: list[bytes], group: dist.ProcessGroup, me: int) -> list[bytes]:
@@ -108,91 +119,5 @@ def return_to_owners(
     """On DP leaders: everybody's computed reference log-probs; each shard keeps those of rollouts that it holds."""
     if groups.dp_size == 1:
         return dict(values)
-    everyone: list[dict] = [{} for _ in range(groups.dp_size)]
-    dist.all_gather_object(everyone, dict(values), group=groups.leaders)
+    everyone = gather_on_leaders(dict(values), groups)
     return {rollout_id: value for part in everyone for rollout_id, value in part.items()}
-
-
-class _WireRollout(msgspec.Struct, array_like=True):
-    searcher: str
-    sequence: int
-    token_ids: bytes
-    reward: float
-    stop_reason: StopReason
-    spans: list[tuple[int, int, int, int]]  # attempt, step, start, end
-    source: str
-    behaviour_logprobs: bytes | None
-    reference_logprob: float | None
-    reference_version: int | None
-
-
-class _WireGroup(msgspec.Struct, array_like=True):
-    prompt_id: str
-    prompt_token_ids: bytes
-    copies: list[int]
-    rollouts: list[_WireRollout]
-
-
-_decoder = msgspec.msgpack.Decoder(list[_WireGroup])
-
-
-def encode_groups(groups: Sequence[TrainGroup]) -> bytes:
-    """``groups`` as bytes for a leader that runs the same program."""
-    return msgspec.msgpack.encode(
-        [
-            _WireGroup(
-                prompt_id=group.prompt_id,
-                prompt_token_ids=group.prompt_token_ids.tobytes(),
-                copies=list(group.copies),
-                rollouts=[_to_wire(rollout) for rollout in group.rollouts],
-            )
-            for group in groups
-        ]
-    )
-
-
-def decode_groups(data: bytes) -> list[TrainGroup]:
-    """What ``encode_groups`` was given."""
-    return [
-        TrainGroup(
-            prompt_id=wire.prompt_id,
-            prompt_token_ids=np.frombuffer(wire.prompt_token_ids, np.int32),
-            copies=tuple(wire.copies),
-            rollouts=tuple(_from_wire(rollout) for rollout in wire.rollouts),
-        )
-        for wire in _decoder.decode(data)
-    ]
-
-
-def _to_wire(rollout: Rollout) -> _WireRollout:
-    logprobs = rollout.behaviour_logprobs
-    return _WireRollout(
-        searcher=rollout.rollout_id.searcher,
-        sequence=rollout.rollout_id.sequence,
-        token_ids=rollout.token_ids.tobytes(),
-        reward=rollout.reward,
-        stop_reason=rollout.stop_reason,
-        spans=[(s.version.attempt, s.version.step, s.start, s.end) for s in rollout.spans],
-        source=rollout.source,
-        behaviour_logprobs=None if logprobs is None else logprobs.tobytes(),
-        reference_logprob=rollout.reference_logprob,
-        reference_version=rollout.reference_version,
-    )
-
-
-def _from_wire(wire: _WireRollout) -> Rollout:
-    logprobs = wire.behaviour_logprobs
-    return Rollout(
-        rollout_id=RolloutId(wire.searcher, wire.sequence),
-        token_ids=np.frombuffer(wire.token_ids, np.int32),
-        reward=wire.reward,
-        stop_reason=wire.stop_reason,
-        spans=tuple(
-            PolicySpan(version=PolicyVersion(attempt, step), start=start, end=end)
-            for attempt, step, start, end in wire.spans
-        ),
-        source=wire.source,
-        behaviour_logprobs=None if logprobs is None else np.frombuffer(logprobs, np.float32),
-        reference_logprob=wire.reference_logprob,
-        reference_version=wire.reference_version,
-    )

@@ -6,27 +6,35 @@ import logging
 import signal
 import time
 from collections import Counter
+from collections.abc import Mapping
 
-from tba_megatron.buffer.sampler import Draw, Sampler, shard_rng
-from tba_megatron.buffer.shard import ReplayShard
+import numpy as np
+
+from tba_megatron.buffer.choice import Shards
+from tba_megatron.buffer.draws import Draw
+from tba_megatron.buffer.sampler import Sampler
+from tba_megatron.buffer.stored_shard import REPLAY, StoredShard, remove_generations
 from tba_megatron.config import Config
 from tba_megatron.config_sections import SearcherData
 from tba_megatron.dist import Groups
+from tba_megatron.errors import CheckpointError, TbaError
 from tba_megatron.loss.base import Loss
 from tba_megatron.packing import Pack, pack
 from tba_megatron.trainer.all_or_none import AllOrNone
+from tba_megatron.trainer.checkpoint_folder import checkpoints
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.chief import Chief
 from tba_megatron.trainer.exchange import (
     exchange_groups,
     from_rank_0,
     gather_on_all,
+    gather_on_leaders,
     return_to_owners,
     share_packs,
 )
 from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.model import Policy, to_device
-from tba_megatron.trainer.notes import DrawFacts, Note, draw_facts
+from tba_megatron.trainer.notes import DrawFacts, MessageCounts, Note, draw_facts
 from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.recording import Recorder
 from tba_megatron.trainer.reference import Reference
@@ -36,12 +44,14 @@ from tba_megatron.types import (
     Action,
     PolicyHistory,
     PolicyVersion,
+    RolloutId,
     StepPlan,
 )
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.01  # how often an idle rank looks for work
+INTAKE_SHARE = 0.03  # of a step's time that may go into taking rollouts in before the next; what is left waits
 
 
 class TrainLoop:
@@ -57,7 +67,7 @@ class TrainLoop:
         loss: Loss,
         head: HeadSettings,
         sampler: Sampler,
-        shard: ReplayShard | None,
+        shard: StoredShard | None,
         receiver: RolloutInbox | None,
         publisher: Publisher,
         chief: Chief | None,
@@ -74,26 +84,29 @@ class TrainLoop:
         self._step = step
         self._writer = writer
         self._signal = 0
+        self._intake_s: float | None = None  # the most that the next intake may take; None: as long as it takes
+        self._reclaimed_at = 0  # the segment that was current when old ones were last looked for
 
     def run(self) -> int:
         """Loop until rank 0 says stop; the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
         while True:
-            notes = gather_on_all(self._receive(), self._groups)
+            notes = self._exchange_notes()
             plan = from_rank_0(self._chief.decide(notes, self._step) if self._chief else None, self._groups)
             if plan.finish_save:
                 self._finish_save()
             if plan.publish is not None:
                 self._publisher.publish(self._policy, self.version, plan.publish)
             if plan.action is Action.TRAIN:
-                self._train(plan, notes)
+                self._train(plan)
             if plan.action is Action.SAVE or plan.save:
                 self._save(wait=plan.action is not Action.TRAIN or not self._config.trainer.async_save)
             if plan.action is Action.STOP:
                 self._finish()
                 return plan.exit_code
             if plan.action is Action.WAIT:
+                self._intake_s = None
                 time.sleep(POLL_S)
 
     @property
@@ -103,72 +116,99 @@ class TrainLoop:
     def _on_signal(self, number: int, frame: object) -> None:
         self._signal = number
 
+    def _exchange_notes(self) -> list[Note]:
+        """Every rank's note. CheckpointError on all of them when one cannot go on."""
+        notes = gather_on_all(self._receive(), self._groups)
+        failures = dict.fromkeys(note.failure for note in notes if note.failure)
+        if failures:
+            raise CheckpointError("; ".join(failures))
+        return notes
+
     def _receive(self) -> Note:
         """Move what has arrived into the shard."""
-        if self._shard is None or self._receiver is None:
+        stored, receiver = self._shard, self._receiver
+        if stored is None or receiver is None:
             return Note(signal=self._signal, save_written=self._save_written)
         arrived: Counter[int] = Counter()
-        for group in self._receiver.drain():
-            self._shard.add(group)
-            arrived[group.lease] += 1
+        failure = ""
+        try:
+            for arrival in receiver.drain(self._intake_s):
+                stored.take(arrival.batch, arrival.sender, arrival.sequence, arrival.end)
+                arrived.update(arrival.batch.lease_G.tolist())
+            if stored.segment > self._reclaimed_at:
+                self._reclaim(stored)
+        except TbaError as error:
+            failure = str(error)
         return Note(
             signal=self._signal,
             save_written=self._save_written,
-            report=self._sampler.report(self._shard, self._history, self._step),
-            counts=self._shard.counts(),
+            report=self._sampler.report(stored.shard, self._history, self._step),
+            counts=stored.shard.counts(),
             arrived=dict(arrived),
-            refused=self._receiver.refused,
+            messages=MessageCounts(
+                refused=receiver.refused,
+                corrupt=receiver.corrupt,
+                duplicates=receiver.duplicates,
+                gaps=receiver.gaps,
+                waiting_bytes=receiver.waiting_bytes,
+            ),
+            failure=failure,
         )
 
-    def _train(self, plan: StepPlan, notes: list[Note]) -> None:
+    def _reclaim(self, stored: StoredShard) -> None:
+        self._reclaimed_at = stored.segment
+        stored.reclaim([path for _, path in checkpoints(self._writer.folder)])
+
+    def _train(self, plan: StepPlan) -> None:
         started = time.monotonic()
-        packs, drawn = self._sample(plan, notes)
+        packs, draw, drawn = self._sample(plan)
         if self._loss.needs_reference:
             packs, computed = self._reference.fill(packs)
-            if self._shard is not None:
-                self._shard.set_reference(return_to_owners(computed, self._groups))
+            if self._shard is not None and draw is not None:
+                _store_reference(self._shard, draw, return_to_owners(computed, self._groups))
         batches = [to_device(p.microbatch, self._groups.device) for p in packs]
         trainer = self._config.trainer
         normaliser = float(trainer.prompts_per_step * trainer.rollouts_per_prompt)
         done = update(self._policy, batches, self._loss, normaliser, self._head, self._groups)
         self._step = plan.step
+        self._intake_s = INTAKE_SHARE * (time.monotonic() - started)
         everyone = gather_on_all(drawn, self._groups)
         if self._chief is not None:
             facts = [d for d in everyone if d is not None]
             self._chief.report(self._step, done, facts, time.monotonic() - started)
 
-    def _sample(self, plan: StepPlan, notes: list[Note]) -> tuple[list[Pack], DrawFacts | None]:
-        """This replica's microbatches: drawn by the global plan, moved to the replicas that train them, packed."""
+    def _sample(self, plan: StepPlan) -> tuple[list[Pack], Draw | None, DrawFacts | None]:
+        """This replica's microbatches: chosen over all shards, moved to the replicas that train them, packed."""
         trainer = self._config.trainer
         packs, facts = None, None
-        draw = self._draw(self._shard, plan, notes) if self._shard is not None else None
+        draw = self._draw(self._shard, plan) if self._shard is not None else None
         if isinstance(trainer.data, SearcherData) and trainer.data.record:
             with AllOrNone("", self._groups.world):
                 if self._recorder is not None and draw is not None:
-                    self._recorder.write(plan.step, draw.groups)
-        if draw is not None:
-            mine = exchange_groups(draw.groups, self._groups)
+                    self._recorder.write(plan.step, draw.batch)
+        if draw is not None and self._shard is not None:
+            mine = exchange_groups(draw.batch, self._groups)
             multiple_of = self._groups.tp_size if trainer.sequence_parallel else 1
             packs = pack(mine, trainer.microbatch_tokens, multiple_of, reference_version=self._reference.version)
-            facts = draw_facts(draw, self._history, self._step, sum(len(p.microbatch.tokens) for p in packs))
+            tokens = sum(len(p.microbatch.tokens) for p in packs)
+            versions = self._shard.shard.rows.version[draw.rows]
+            facts = draw_facts(draw, versions, self._history, self._step, tokens)
         if self._chief is not None:
             self._chief.note_drawn(trainer.prompts_per_step)
-        return share_packs(packs, self._groups), facts
+        return share_packs(packs, self._groups), draw, facts
 
-    def _draw(self, shard: ReplayShard, plan: StepPlan, notes: list[Note]) -> Draw:
-        reports = [notes[rank].report for rank in self._groups.leader_ranks]
-        trainer, me = self._config.trainer, self._groups.dp_rank
-        counts = self._sampler.plan([r for r in reports if r is not None], trainer.prompts_per_step, plan.seed)
+    def _draw(self, stored: StoredShard, plan: StepPlan) -> Draw:
+        trainer = self._config.trainer
         draw = self._sampler.draw(
-            shard,
-            counts.n_recent[me],
-            counts.n_replay[me],
+            stored.shard,
+            Shards(index=self._groups.dp_rank, gather=lambda value: gather_on_leaders(value, self._groups)),
+            trainer.prompts_per_step,
             trainer.rollouts_per_prompt,
-            shard_rng(plan.seed, me),
+            plan.seed,
             self._history,
             self._step,
         )
-        shard.mark_trained(r.rollout_id for group in draw.groups for r in group.rollouts)
+        stored.shard.mark_trained(draw.rows)
         return draw
 
     @property
@@ -184,8 +224,14 @@ class TrainLoop:
 
     def _finish_save(self) -> None:
         path = self._writer.finish()
-        if path is not None and self._groups.rank == 0:
-            _log.info("saved %s", path)
+        if path is None:
+            return
+        with AllOrNone("", self._groups.world):
+            if self._shard is not None:
+                self._reclaim(self._shard)
+            if self._groups.rank == 0:
+                _log.info("saved %s", path)
+                remove_generations(self._config.run.folder / REPLAY, [path for _, path in checkpoints(path.parent)])
 
     def _finish(self) -> None:
         """Let searchers go, take in what they still sent, and close the books."""
@@ -193,7 +239,16 @@ class TrainLoop:
         if self._chief is not None:
             self._chief.dismiss_searchers()
         while True:
-            notes = gather_on_all(self._receive(), self._groups)
+            notes = self._exchange_notes()
             if from_rank_0(self._chief.books_closed(notes) if self._chief else None, self._groups):
                 return
             time.sleep(POLL_S)
+
+
+def _store_reference(stored: StoredShard, draw: Draw, computed: Mapping[RolloutId, tuple[float, int]]) -> None:
+    """The reference's log-probs of what was drawn from this shard."""
+    values = [computed.get(rollout_id) for rollout_id in draw.batch.rollout_ids()]
+    known = [(row, *value) for row, value in zip(draw.rows.tolist(), values, strict=True) if value is not None]
+    if known:
+        rows, logprobs, versions = zip(*known, strict=True)
+        stored.shard.set_reference(np.array(rows), np.array(logprobs), versions[0])

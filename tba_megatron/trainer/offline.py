@@ -19,12 +19,12 @@ from tba_megatron.dist import Groups
 from tba_megatron.loss.base import Loss
 from tba_megatron.packing import Pack
 from tba_megatron.trainer import checkpoint
-from tba_megatron.trainer.checkpoint_state import RunState
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.exchange import gather_on_all
 from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.model import Policy, to_device
 from tba_megatron.trainer.reference import Reference
+from tba_megatron.trainer.run_state import RunState
 from tba_megatron.trainer.step import Update, update
 
 _log = logging.getLogger(__name__)

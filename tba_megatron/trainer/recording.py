@@ -10,8 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +18,7 @@ import msgspec
 import xxhash
 
 from tba_megatron.errors import CheckpointError
-from tba_megatron.trainer.exchange import decode_groups, encode_groups
+from tba_megatron.rollout_batch import RolloutBatch, decode, encode
 from tba_megatron.types import TrainGroup
 
 FOLDER = "recording"
@@ -30,11 +28,7 @@ _HEADER = struct.Struct("<QQ")  # bytes of the payload, its checksum
 class _Frame(msgspec.Struct, array_like=True):
     step: int
     replicas: int  # files that hold a part of this step
-    groups: bytes
-
-    @property
-    def decoded(self) -> list[TrainGroup]:
-        return decode_groups(self.groups)
+    groups: bytes  # an encoded RolloutBatch
 
 
 _decoder = msgspec.msgpack.Decoder(_Frame)
@@ -55,9 +49,9 @@ class Recorder:
         except OSError as error:
             raise self._cannot_write(error) from None
 
-    def write(self, step: int, groups: Sequence[TrainGroup]) -> None:
+    def write(self, step: int, groups: RolloutBatch) -> None:
         payload = msgspec.msgpack.encode(
-            _Frame(step=step, replicas=self._replicas, groups=encode_groups([_bare(group) for group in groups]))
+            _Frame(step=step, replicas=self._replicas, groups=encode(groups.without_reference()))
         )
         frame = _HEADER.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         try:
@@ -108,7 +102,12 @@ class Recording:
                 f"{self._folder} has {len(parts)} of {of} parts of step {step} (it holds {self.n_steps} whole steps); "
                 f"lower trainer.steps, or copy the folder again"
             )
-        return [group for frame in parts for group in frame.decoded]
+        try:
+            return [group for frame in parts for group in decode(frame.groups).train_groups()]
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._folder} was written by another version of this program ({error}); record the run again"
+            ) from None
 
 
 def _file(folder: Path, replica: int) -> Path:
@@ -124,12 +123,6 @@ def _cut(path: Path, first_step: int) -> None:
     """Leave the whole frames of steps before ``first_step``."""
     if path.exists():
         os.truncate(path, max((end for step, _, end in _index(path) if step < first_step), default=0))
-
-
-def _bare(group: TrainGroup) -> TrainGroup:
-    return replace(
-        group, rollouts=tuple(replace(r, reference_logprob=None, reference_version=None) for r in group.rollouts)
-    )
 
 
 def _index(path: Path) -> list[tuple[int, int, int]]:

@@ -7,9 +7,13 @@ For one process and one shard: tests, and debugging a searcher without a trainer
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Iterator
 
+from tba_megatron.rollout_batch import RolloutBatch
+from tba_megatron.rollout_batch import decode as decode_batch
+from tba_megatron.rollout_batch import encode as encode_batch
 from tba_megatron.transport.messages import (
     FromSearcher,
     ToSearcher,
@@ -17,27 +21,59 @@ from tba_megatron.transport.messages import (
     decode_to_searcher,
     encode,
 )
-from tba_megatron.transport.rollouts import decode_group, encode_group
+from tba_megatron.transport.rollouts import Arrival
 from tba_megatron.types import RolloutGroup
 
 
 class MemoryRollouts:
     """A ``RolloutOutbox`` and the ``RolloutInbox`` behind it; the two ends may live in two threads."""
 
-    refused = 0  # nobody else can reach it
+    refused = corrupt = duplicates = gaps = 0  # nobody else can reach it, and nothing is lost on the way
+    room = True
 
-    def __init__(self) -> None:
-        self._messages: deque[list[bytes]] = deque()
+    def __init__(self, sender: str = "memory") -> None:
+        self._sender = sender
+        self._pending: list[RolloutGroup] = []
+        self._messages: deque[bytes] = deque()
+        self._drained = 0  # messages
+        self._flushed_bytes = self._taken_bytes = 0  # each is written by one end alone
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._flushed_bytes - self._taken_bytes
 
     def send(self, group: RolloutGroup) -> None:
-        self._messages.append(encode_group(group))
+        self._pending.append(group)
 
-    def drain(self) -> Iterator[RolloutGroup]:
-        while self._messages:
-            yield decode_group(self._messages.popleft())
+    def flush(self) -> None:
+        if self._pending:
+            payload = encode_batch(RolloutBatch.of_groups(self._pending))
+            self._pending = []
+            self._flushed_bytes += len(payload)
+            self._messages.append(payload)
 
-    def close(self, linger_s: float = 0.0) -> None:
-        pass
+    def drain(self, max_seconds: float | None = None) -> Iterator[Arrival]:
+        started_s = time.monotonic()
+        for _ in range(len(self._messages)):
+            payload = self._messages.popleft()
+            arrival = Arrival(
+                batch=decode_batch(payload),
+                sender=self._sender,
+                sequence=self._drained,
+                n_bytes=len(payload),
+                end=None,
+            )
+            self._drained += 1
+            try:
+                yield arrival
+            finally:
+                self._taken_bytes += arrival.n_bytes
+            if max_seconds is not None and time.monotonic() - started_s >= max_seconds:
+                return
+
+    def close(self, linger_s: float = 0.0) -> int:
+        self.flush()
+        return 0
 
 
 class MemoryControl:

@@ -1,44 +1,50 @@
-"""Rollouts on the wire: a msgspec header and raw array frames, from searchers to the shard that owns the prompt.
+"""Rollouts on the wire, and the shard's end of it; a searcher's end is in rollout_sender.py.
 
-A message is [token, header, prompt tokens, completion tokens, behaviour log-probs]; the arrays of a group are laid
-end to end. ZeroMQ's own threads receive while the trainer computes, so nobody has to be polling. Leases bound how
-much can be under way, so the receiving side needs no limit of its own.
+A message is [token, head, payload]: who sends it, its number and checksum, and an encoded ``RolloutBatch``; without a
+payload it only asks for an answer. A thread of the shard receives while the trainer computes: it writes each message
+to the log, if there is one, and acknowledges it after that. What is sent when, and again, is decided in delivery.py.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
+import threading
+import time
 import zlib
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 import msgspec
-import numpy as np
+import xxhash
 import zmq
 
-from tba_megatron.errors import TransportError
-from tba_megatron.types import PolicySpan, PolicyVersion, Rollout, RolloutGroup, RolloutId, StopReason
+from tba_megatron.errors import TbaError, TransportError, shown
+from tba_megatron.rollout_batch import RolloutBatch, decode
+from tba_megatron.transport.delivery import Inbound, Verdict
+from tba_megatron.types import LogPosition, RolloutGroup
 
 _log = logging.getLogger(__name__)
 
+_WAKE = b"wake"
+_TURN_MESSAGES = 16  # received between two looks at what the trainer has taken in
+_COPY_BYTES = 1 << 16  # shorter ones may lie unaligned in a buffer of ZeroMQ's, which they would keep alive
 
-class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    prompt_id: str
-    lease: int
-    searcher: str
-    source: str
-    sequences: Annotated[list[int], msgspec.Meta(min_length=1)]
-    lengths: list[Annotated[int, msgspec.Meta(ge=0)]]
-    rewards: list[float]
-    stop_reasons: list[str]
-    spans: list[list[tuple[str, int, int]]]
-    has_logprobs: bool
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """Of a message."""
+
+    sender: str  # an incarnation: a searcher that starts again is another one
+    sequence: _Number
+    checksum: int  # XXH3 of the payload, 64 bits
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Header)
+_heads = msgspec.msgpack.Decoder(Head)
 
 
 def owner_of(prompt_id: str, n_shards: int) -> int:
@@ -46,153 +52,272 @@ def owner_of(prompt_id: str, n_shards: int) -> int:
     return zlib.crc32(prompt_id.encode()) % n_shards
 
 
-def encode_group(group: RolloutGroup) -> list[bytes]:
-    """The frames of a group. Its rollouts come from one searcher, and all or none have behaviour log-probs."""
-    rollouts = group.rollouts
-    with_logprobs = all(r.behaviour_logprobs is not None for r in rollouts)
-    header = _Header(
-        prompt_id=group.prompt_id,
-        lease=group.lease,
-        searcher=rollouts[0].rollout_id.searcher,
-        source=rollouts[0].source,
-        sequences=[r.rollout_id.sequence for r in rollouts],
-        lengths=[len(r.token_ids) for r in rollouts],
-        rewards=[r.reward for r in rollouts],
-        stop_reasons=[r.stop_reason.value for r in rollouts],
-        spans=[[(str(s.version), s.start, s.end) for s in r.spans] for r in rollouts],
-        has_logprobs=with_logprobs,
-    )
-    logprobs = [r.behaviour_logprobs for r in rollouts if r.behaviour_logprobs is not None]
-    return [
-        _encoder.encode(header),
-        group.prompt_token_ids.astype("<i4").tobytes(),
-        b"".join(r.token_ids.astype("<i4").tobytes() for r in rollouts),
-        b"".join(x.astype("<f4").tobytes() for x in logprobs) if with_logprobs else b"",
-    ]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A message that is safe: ``end`` is the end of its record in the log, None without a log."""
+
+    batch: RolloutBatch
+    sender: str
+    sequence: int
+    n_bytes: int
+    end: LogPosition | None
 
 
-def decode_group(frames: Sequence[bytes]) -> RolloutGroup:
-    """The group of ``encode_group``; ValueError (msgspec.DecodeError is one) when the frames are not one."""
-    if len(frames) != 4:
-        raise ValueError(f"a group has 4 frames, not {len(frames)}")
-    header = _decoder.decode(frames[0])
-    tokens = np.frombuffer(frames[2], "<i4").astype(np.int32)
-    if sum(header.lengths) != len(tokens):
-        raise ValueError(f"{len(tokens)} tokens for lengths that sum to {sum(header.lengths)}")
-    logprobs = np.frombuffer(frames[3], "<f4").astype(np.float32) if header.has_logprobs else None
-    if logprobs is not None and len(logprobs) != len(tokens):
-        raise ValueError(f"{len(logprobs)} behaviour log-probs for {len(tokens)} tokens")
-    ends = list(accumulate(header.lengths))
-    rollouts = []
-    rows = zip(
-        header.sequences,
-        header.lengths,
-        ends,
-        header.rewards,
-        header.stop_reasons,
-        header.spans,
-        strict=True,
-    )
-    for sequence, length, end, reward, stop_reason, spans in rows:
-        rollouts.append(
-            Rollout(
-                rollout_id=RolloutId(header.searcher, sequence),
-                token_ids=tokens[end - length : end],
-                reward=reward,
-                stop_reason=StopReason(stop_reason),
-                spans=tuple(
-                    PolicySpan(version=PolicyVersion.parse(version), start=start, end=stop)
-                    for version, start, stop in spans
-                ),
-                source=header.source,
-                behaviour_logprobs=None if logprobs is None else logprobs[end - length : end],
-            )
-        )
-    return RolloutGroup(
-        prompt_id=header.prompt_id,
-        prompt_token_ids=np.frombuffer(frames[1], "<i4").astype(np.int32),
-        rollouts=tuple(rollouts),
-        lease=header.lease,
-    )
+class ArrivalLog(Protocol):
+    """Where messages are kept before they are acknowledged.
+
+    ``append`` returns the end of the record once it is with the operating system; ``sync``, which another thread calls
+    meanwhile, once all before it is on the disk. A TbaError of either ends the receiving.
+    """
+
+    def append(self, sender: str, sequence: int, payload: memoryview, checksum: int) -> LogPosition: ...
+
+    def sync(self) -> None: ...
 
 
 class RolloutInbox(Protocol):
-    """Where a shard's groups arrive. ``refused`` counts messages that were no group of this run."""
+    """Where a shard's batches arrive. The counts are of messages."""
 
     @property
-    def refused(self) -> int: ...
-
-    def drain(self) -> Iterator[RolloutGroup]:
-        """What has arrived, without waiting."""
+    def refused(self) -> int:
+        """Those without the run's token, and those that are no batch of rollouts."""
         ...
 
-    def close(self) -> None: ...
+    @property
+    def corrupt(self) -> int: ...
+
+    @property
+    def duplicates(self) -> int: ...
+
+    @property
+    def gaps(self) -> int: ...
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Arrived and not taken in."""
+        ...
+
+    def drain(self, max_seconds: float | None = None) -> Iterator[Arrival]:
+        """What has arrived by now, without waiting; at least one if there is one, and none after ``max_seconds``.
+
+        An arrival is taken in, and gives its sender new credit, when the next is asked for.
+        """
+        ...
+
+    def close(self) -> object: ...
 
 
 class RolloutOutbox(Protocol):
-    """A searcher's way to the shards."""
+    """A searcher's way to the shards; for one thread."""
+
+    @property
+    def room(self) -> bool:
+        """False while more waits to be sent than a message may hold: make no new rollouts."""
+        ...
 
     def send(self, group: RolloutGroup) -> None: ...
 
-    def close(self, linger_s: float = ...) -> None:
-        """Wait up to ``linger_s`` for what has not left yet."""
+    def flush(self) -> None:
+        """Send what may be sent, hear answers, send again what is due; never waits. Call it often."""
+        ...
+
+    def close(self, linger_s: float = ...) -> int:
+        """Wait up to ``linger_s`` for acknowledgements; the number of rollouts without one."""
         ...
 
 
 class RolloutReceiver:
-    """A shard's inbox: binds a free port of ``host``; ``drain`` returns what has arrived, without waiting."""
+    """A shard's inbox; ``address`` is where it listens.
 
-    def __init__(self, host: str, token: str) -> None:
-        self._token = token.encode()
+    ``delivered`` says for senders of before how many of their messages the log holds. Of all senders together, about
+    ``window_bytes`` wait at most. With a log, it is synced every ``fsync_every_s`` when there is something new; 0:
+    never. TransportError when ``host`` cannot be listened on. ``drain`` raises what has ended the receiving.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        token: str,
+        *,
+        port: int = 0,
+        log: ArrivalLog | None = None,
+        delivered: Mapping[str, int] | None = None,
+        window_bytes: int = 64 << 20,
+        fsync_every_s: float = 0.0,
+    ) -> None:
+        self._token, self._arrival_log, self._fsync_every_s = token.encode(), log, fsync_every_s
+        self._inbound = Inbound(window_bytes, delivered)
+        self._peers: dict[str, bytes] = {}  # where a sender was last heard
+        self._arrived: deque[Arrival] = deque()
+        self._taken: deque[Arrival] = deque()
+        self._arrived_bytes = self._taken_bytes = 0  # each is written by one thread alone
+        self._fault: TbaError | None = None
+        self._closing = threading.Event()
+        self._written = threading.Event()  # something in the log may not be synced
+        self._woken = False
+        self.refused = self.corrupt = self.duplicates = self.gaps = 0
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.set_hwm(0)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.set_hwm(0)
         try:
-            port = self._socket.bind_to_random_port(f"tcp://{host}")
+            self._router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
-            self.close()
+            self._context.destroy(linger=0)
             raise TransportError(f"transport.host: cannot listen on {host}: {error}") from None
-        self.address = f"tcp://{host}:{port}"
-        self.refused = 0  # messages without the run's token, or that are no group
+        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._wake_in, self._wake_out = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self._wake_in.bind("inproc://wake")
+        self._wake_out.connect("inproc://wake")
+        self._threads = [threading.Thread(target=self._run, args=(self._serve,), name="receive-rollouts", daemon=True)]
+        if log is not None and fsync_every_s > 0:  # apart, as a slow disk must not hold up what arrives
+            self._threads.append(
+                threading.Thread(target=self._run, args=(self._keep_synced,), name="sync-rollouts", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
 
-    def drain(self) -> Iterator[RolloutGroup]:
-        while True:
+    # ---- the trainer's thread
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._arrived_bytes - self._taken_bytes
+
+    def drain(self, max_seconds: float | None = None) -> Iterator[Arrival]:
+        if self._fault is not None:
+            raise self._fault
+        if not all(thread.is_alive() for thread in self._threads):
+            raise RuntimeError("a thread that receives rollouts has ended; stderr has its traceback")
+        started_s = time.monotonic()
+        for _ in range(len(self._arrived)):  # senders that go on must not keep the trainer here
+            arrival = self._arrived.popleft()
             try:
-                token, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+                yield arrival
+            finally:
+                self._taken_bytes += arrival.n_bytes
+                self._taken.append(arrival)
+                self._wake()
+            if max_seconds is not None and time.monotonic() - started_s >= max_seconds:
                 return
-            if not hmac.compare_digest(token, self._token):
-                self.refused += 1
-                _log.warning("refused a rollout message without the token of this run")
-                continue
-            try:
-                yield decode_group(frames)
-            except ValueError as error:
-                self.refused += 1
-                _log.warning("refused a rollout message: %s", error)
 
     def close(self) -> None:
+        """End the thread. What was not drained is lost, unless there is a log."""
+        if self._context.closed:
+            return
+        self._closing.set()
+        self._written.set()
+        self._wake()
+        for thread in self._threads:
+            thread.join()
         self._context.destroy(linger=0)
 
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            self._wake_out.send(_WAKE)
 
-class RolloutSender:
-    """A searcher's way to all shards. ``send`` never loses a message while the process and the peer live."""
+    # ---- the threads
 
-    def __init__(self, addresses: Sequence[str], token: str) -> None:
-        self._token = token.encode()
-        self._context = zmq.Context()
-        self._sockets = []
-        for address in addresses:
-            socket = self._context.socket(zmq.PUSH)
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 5000)  # zmq's default would wait for a dead trainer for ever
-            socket.connect(address)
-            self._sockets.append(socket)
+    def _run(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except TbaError as error:
+            self._fault = error  # the trainer's thread raises it
 
-    def send(self, group: RolloutGroup) -> None:
-        shard = owner_of(group.prompt_id, len(self._sockets))
-        self._sockets[shard].send_multipart([self._token, *encode_group(group)], copy=False)
+    def _keep_synced(self) -> None:
+        assert self._arrival_log is not None
+        while self._written.wait() and not self._closing.wait(self._fsync_every_s):
+            self._written.clear()  # before the sync, so that what comes during it is synced by the next
+            self._arrival_log.sync()
 
-    def close(self, linger_s: float = 5.0) -> None:
-        """Wait up to ``linger_s`` for what has not left yet."""
-        self._context.destroy(linger=round(linger_s * 1000))
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_in, zmq.POLLIN)
+        while not self._closing.is_set():
+            ready = dict(poller.poll())
+            if self._fault is not None:
+                return  # nothing more is acknowledged
+            to_answer: set[str] = set()
+            if self._wake_in in ready:
+                self._wake_in.recv()
+                to_answer |= self._hear_taken()
+            if self._router in ready:
+                to_answer |= self._receive_some()
+            now_s = time.monotonic()
+            for sender in to_answer:
+                answer = self._inbound.answer(sender, now_s)
+                self._router.send_multipart([self._peers[sender], _encoder.encode(answer)])
+
+    def _hear_taken(self) -> set[str]:
+        """Credit for what the trainer has taken in; who has to be told."""
+        self._woken = False  # before looking, so that what comes after the look wakes again
+        while self._taken:
+            arrival = self._taken.popleft()
+            self._inbound.taken(arrival.sender, arrival.n_bytes)
+        return set(self._inbound.short(time.monotonic()))
+
+    def _receive_some(self) -> set[str]:
+        """Take in some messages; the senders that get an answer."""
+        heard: set[str] = set()
+        for _ in range(_TURN_MESSAGES):
+            try:
+                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            sender = self._receive(frames)
+            if sender is not None:
+                self._peers[sender] = peer.bytes
+                heard.add(sender)
+        return heard
+
+    def _receive(self, frames: Sequence[zmq.Frame]) -> str | None:
+        """Take in one message; its sender, unless it may not or cannot be answered."""
+        if not frames or not hmac.compare_digest(frames[0].bytes, self._token):
+            self._refuse("it lacks the token of this run")
+            return None
+        try:
+            _, head_frame, *payloads = frames
+            head = _heads.decode(head_frame.buffer)
+            if len(payloads) > 1:
+                raise ValueError(f"{len(frames)} frames")
+        except ValueError as error:
+            self._refuse(str(error))
+            return None
+        now_s = time.monotonic()
+        if not payloads:
+            self._inbound.judge(head.sender, head.sequence, now_s)
+            return head.sender
+        payload = memoryview(payloads[0].bytes if len(payloads[0]) < _COPY_BYTES else payloads[0].buffer)
+        if xxhash.xxh3_64_intdigest(payload) != head.checksum:
+            self.corrupt += 1
+            _log.warning("rollouts: message %d of %s came damaged; it will be sent again", head.sequence, head.sender)
+            return None
+        match self._inbound.judge(head.sender, head.sequence, now_s):
+            case Verdict.ACCEPT:
+                self._accept(head, payload)
+            case Verdict.DUPLICATE:
+                self.duplicates += 1
+            case Verdict.GAP:
+                self.gaps += 1
+        return head.sender
+
+    def _accept(self, head: Head, payload: memoryview) -> None:
+        n_bytes, end = len(payload), None
+        try:
+            batch = decode(payload)
+        except ValueError as error:
+            # It came as it was sent, so it will never be better: acknowledged, it is out of its sender's way.
+            self._refuse(str(error))
+            self._inbound.accepted(head.sender, n_bytes)
+            self._inbound.taken(head.sender, n_bytes)
+            return
+        if self._arrival_log is not None:
+            end = self._arrival_log.append(head.sender, head.sequence, payload, head.checksum)
+            self._written.set()
+        self._inbound.accepted(head.sender, n_bytes)
+        self._arrived_bytes += n_bytes
+        self._arrived.append(Arrival(batch=batch, sender=head.sender, sequence=head.sequence, n_bytes=n_bytes, end=end))
+
+    def _refuse(self, reason: str) -> None:
+        self.refused += 1
+        _log.warning("refused a rollout message: %s", shown(reason))

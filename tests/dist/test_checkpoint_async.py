@@ -14,6 +14,7 @@ from ranks import run_ranks
 from test_checkpoint import BATCHES, SLOW, config, run_state, shard_with
 
 from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.buffer.stored_shard import StoredShard
 from tba_megatron.errors import CheckpointError
 from tba_megatron.trainer import checkpoint, checkpoint_writer
 from tba_megatron.trainer.checkpoint import CheckpointWriter
@@ -84,7 +85,7 @@ def test_what_is_written_is_the_state_at_begin_whatever_happens_meanwhile(sizes,
         after = rank.weights()
         assert all((after[name] != value).any() for name, value in before.items())
         if shard:
-            shard.mark_trained(h.rollout.rollout_id for p in shard.prompt_ids() for h in shard.pool(p).rollouts)
+            shard.shard.mark_trained(shard.shard.rows.living())
         assert checkpoint.checkpoints(beside) == []  # nothing counts before every rank has written
         gate.open()
         assert writer.finish() == beside / "step-00000003"
@@ -171,9 +172,9 @@ def test_a_fault_of_one_rank_before_the_thread_starts_is_an_error_on_all(model, 
     def body(groups):
         rank = tiny.Rank(groups, config(pp=2), model)
         writer = CheckpointWriter(tmp_path, groups, 2)
-        shard = ReplayShard(1, 1) if groups.is_leader else None
+        shard = StoredShard(ReplayShard(1, 1)) if groups.is_leader else None
         if shard is not None:
-            shard.state_arrays = lambda: {}["no such column"]
+            shard.state_columns = lambda: {}["no such column"]
         with pytest.raises(CheckpointError) as caught:
             writer.begin(rank.policy, shard, run_state(2))
         assert writer.done and not writer.in_flight

@@ -17,9 +17,9 @@ import pytest
 import tiny
 import torch
 from ranks import run_ranks
-from test_checkpoint import SLOW, config, run_state, shard_with, train_and_save
+from test_checkpoint import SLOW, config, empty_shard, run_state, shard_with, train_and_save
 
-from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.buffer.stored_shard import StoredShard
 from tba_megatron.errors import CheckpointError
 from tba_megatron.trainer import checkpoint, checkpoint_folder, checkpoint_writer
 from tba_megatron.trainer.checkpoint import CheckpointWriter
@@ -91,7 +91,7 @@ def load_newest_and_save(groups, model, path):
     """The step that was found, and what is in the folder after the next save."""
     rank = tiny.Rank(groups, config(pp=groups.pp_size), model)
     step, newest = checkpoint.checkpoints(path)[-1]
-    shard = ReplayShard(100, 10) if groups.is_leader else None
+    shard = empty_shard(groups) if groups.is_leader else None
     assert checkpoint.load(newest, rank.policy, shard, groups).step == step
     CheckpointWriter(path, groups, 2).save(rank.policy, shard, run_state(9))
     return step, sorted(p.name for p in path.iterdir())
@@ -201,7 +201,7 @@ def test_a_full_disk_under_a_shard_fails_on_every_rank(model, tmp_path, monkeypa
 
     def break_it(groups):
         if groups.dp_rank == 1:
-            ReplayShard.state_arrays = fail
+            StoredShard.state_columns = fail
 
     messages = run_ranks(save_twice, model, tmp_path, break_it, {"dp": 2}, dp=2)
     assert "[Errno 28] No space left on device (rank 1)" in messages[0]
@@ -249,7 +249,7 @@ def fill_the_disk(groups, model, path):
         with pytest.raises(CheckpointError) as caught:
             writer.finish()
         messages.append(str(caught.value))
-    loaded = checkpoint.load(path / "step-00000001", rank.policy, ReplayShard(100, 10), groups).step
+    loaded = checkpoint.load(path / "step-00000001", rank.policy, empty_shard(groups), groups).step
     return messages, loaded, sorted(p.name for p in path.iterdir())
 
 

@@ -10,9 +10,10 @@ import tiny
 from ranks import run_ranks
 
 from tba_megatron.packing import encode, pack
+from tba_megatron.rollout_batch import RolloutBatch
+from tba_megatron.rollout_batch import encode as encode_batch
 from tba_megatron.trainer.exchange import (
     assign_replicas,
-    encode_groups,
     exchange_groups,
     from_rank_0,
     gather_on_all,
@@ -24,21 +25,25 @@ from tba_megatron.types import RolloutId
 GROUPS = tiny.train_groups(6, seed=3)
 
 
+def as_bytes(group):
+    return encode_batch(RolloutBatch.of_train_groups([group]))
+
+
 def exchanged(groups, drawn):
     """What each leader drew, and what it got to train; None on ranks that are no leaders."""
     if not groups.is_leader:
         return None
-    return [encode_groups([g]) for g in exchange_groups(drawn[groups.dp_rank], groups)]
+    return [as_bytes(g) for g in exchange_groups(RolloutBatch.of_train_groups(drawn[groups.dp_rank]), groups)]
 
 
 @pytest.mark.parametrize("split", [3, 6, 0, 1], ids="shard 0 draws {}".format)
 def test_the_exchange_keeps_every_group_and_balances(split):
     ranks = run_ranks(exchanged, [GROUPS[:split], GROUPS[split:]], dp=2)
     assert [len(groups) for groups in ranks] == [3, 3]
-    assert Counter(data for groups in ranks for data in groups) == Counter(encode_groups([g]) for g in GROUPS)
+    assert Counter(data for groups in ranks for data in groups) == Counter(as_bytes(g) for g in GROUPS)
     replica_G = assign_replicas([g.n_tokens for g in GROUPS], 2)
     for replica, groups in enumerate(ranks):
-        wanted = {encode_groups([g]) for g, to in zip(GROUPS, replica_G, strict=True) if to == replica}
+        wanted = {as_bytes(g) for g, to in zip(GROUPS, replica_G, strict=True) if to == replica}
         assert set(groups) == wanted
 
 
@@ -46,7 +51,8 @@ def test_leaders_exchange_while_their_peers_wait_for_packs():
     def body(groups):
         packs = None
         if groups.is_leader:
-            packs = pack(exchange_groups(GROUPS[groups.dp_rank :: 2], groups), 32)
+            drawn = RolloutBatch.of_train_groups(GROUPS[groups.dp_rank :: 2])
+            packs = pack(exchange_groups(drawn, groups), 32)
         return groups.dp_rank, groups.is_leader, encode(share_packs(packs, groups))
 
     ranks = run_ranks(body, pp=2, dp=2)

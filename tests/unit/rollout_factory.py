@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tba_megatron.rollout_batch import RolloutBatch
 from tba_megatron.types import (
     PolicyHistory,
     PolicySpan,
@@ -57,6 +58,10 @@ class RolloutFactory:
 
 def as_group(prompt_id: str, rollouts: list[Rollout]) -> RolloutGroup:
     return RolloutGroup(prompt_id=prompt_id, prompt_token_ids=prompt_tokens(prompt_id), rollouts=tuple(rollouts))
+
+
+def as_batch(*groups: RolloutGroup) -> RolloutBatch:
+    return RolloutBatch.of_groups(groups)
 
 
 def prompt_tokens(prompt_id: str) -> np.ndarray:

@@ -1,24 +1,47 @@
-import io
+"""The laws of a replay shard, each by a small case; tests/unit/test_shard_twin.py holds all of them together."""
+
 import math
-import random
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from rollout_factory import NEW_RUN, RolloutFactory, as_group
+from list_shard import plain_rollout
+from rollout_factory import NEW_RUN, RolloutFactory, as_batch, as_group, prompt_tokens
 
-from tba_megatron.buffer.ledger import combine
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.buffer.shard_state import deal, from_arrays
-from tba_megatron.transport.rollouts import owner_of
-from tba_megatron.types import PolicyHistory, PolicySpan, PolicyVersion, ShardReport, StopReason
+from tba_megatron.buffer.shard_state import SavedShard, restore, to_columns
+from tba_megatron.types import PolicyHistory, PolicySpan, PolicyVersion, Rollout, RolloutGroup, StopReason
+
+
+def add(shard: ReplayShard, *groups: RolloutGroup, segment: int = -1) -> None:
+    shard.add(as_batch(*groups), segment=segment)
+
+
+def prompt_ids(shard: ReplayShard) -> list[str]:
+    return sorted(shard.prompts)
+
+
+def rows_of(shard: ReplayShard, *ids: str) -> np.ndarray:
+    return shard.rows_of(np.array([shard.prompts.number(prompt_id) for prompt_id in ids]))[0]
+
+
+def row_with(shard: ReplayShard, prompt_id: str, *tokens: int) -> np.ndarray:
+    rows, rollouts = rows_of(shard, prompt_id), held(shard, prompt_id)
+    return rows[[rollout.token_ids.tolist() == list(tokens) for rollout in rollouts]]
+
+
+def held(shard: ReplayShard, prompt_id: str) -> tuple[Rollout, ...]:
+    """The rollouts of a prompt in order of arrival."""
+    number, rows = np.array([shard.prompts.number(prompt_id)]), rows_of(shard, prompt_id)
+    return shard.batch(number, np.array([len(rows)]), rows, np.ones(len(rows), np.int32)).groups()[0].rollouts
 
 
 def held_tokens(shard: ReplayShard, prompt_id: str) -> list[int]:
-    return [int(h.rollout.token_ids[0]) for h in shard.pool(prompt_id).rollouts]
+    return [int(rollout.token_ids[0]) for rollout in held(shard, prompt_id)]
+
+
+def copies(shard: ReplayShard, prompt_id: str) -> list[int]:
+    return shard.rows.copies[rows_of(shard, prompt_id)].tolist()
 
 
 def ledger_of(shard: ReplayShard) -> tuple[int, int, int, int, int]:
@@ -30,8 +53,8 @@ def ledger_of(shard: ReplayShard) -> tuple[int, int, int, int, int]:
 # Validity
 
 
-def span(start: int, end: int, step: int = 0) -> PolicySpan:
-    return PolicySpan(version=PolicyVersion(0, step), start=start, end=end)
+def span(start: int, end: int, step: int = 0, attempt: int = 0) -> PolicySpan:
+    return PolicySpan(version=PolicyVersion(attempt, step), start=start, end=end)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +63,9 @@ def span(start: int, end: int, step: int = 0) -> PolicySpan:
         ("reward_not_finite", {"reward": math.nan}),
         ("reward_not_finite", {"reward": math.inf}),
         ("behaviour_logprobs_length", {"behaviour_logprobs": np.zeros(2, np.float32)}),
-        ("behaviour_logprobs_not_finite", {"behaviour_logprobs": np.float32([0, -np.inf, 0])}),
+        ("behaviour_logprobs_not_finite", {"behaviour_logprobs": np.array([0, -np.inf, 0], np.float32)}),
         ("reference_logprob_not_finite", {"reference_logprob": math.nan, "reference_version": 0}),
+        ("reference_logprob_not_finite", {"reference_logprob": math.inf}),
         ("reference_version_missing", {"reference_logprob": -1.0}),
         ("spans", {"spans": ()}),
         ("spans", {"spans": (span(0, 2),)}),
@@ -50,12 +74,14 @@ def span(start: int, end: int, step: int = 0) -> PolicySpan:
         ("spans", {"spans": (span(0, 2), span(1, 3))}),
         ("spans", {"spans": (span(2, 3), span(0, 2))}),
         ("spans", {"spans": (span(0, 3), span(3, 3, step=9))}),
+        ("spans", {"spans": (span(0, 3, step=-1),)}),
+        ("spans", {"spans": (span(0, 3, attempt=-1),)}),
         ("aborted", {"stop_reason": StopReason.ABORT}),
     ],
 )
 def test_an_invalid_rollout_is_counted_and_the_others_of_its_group_stay(reason, overrides):
     make, shard = RolloutFactory(), ReplayShard(10, 10)
-    shard.add(as_group("p", [make.rollout([1, 2, 3], **overrides), make.rollout([4], reward=1.0)]))
+    add(shard, as_group("p", [make.rollout([1, 2, 3], **overrides), make.rollout([4], reward=1.0)]))
     assert held_tokens(shard, "p") == [4]
     assert ledger_of(shard) == (1, 0, 0, 0, 1)
     assert shard.counts().invalid_reasons == {reason: 1}
@@ -63,31 +89,63 @@ def test_an_invalid_rollout_is_counted_and_the_others_of_its_group_stay(reason, 
 
 def test_a_completion_written_by_two_policies_and_an_empty_one_are_valid():
     make, shard = RolloutFactory(), ReplayShard(10, 10)
-    shard.add(as_group("p", [make.rollout([1, 2], spans=(span(0, 1), span(1, 2, step=3))), make.rollout([])]))
-    assert [h.version.step for h in shard.pool("p").rollouts] == [3, 0]
+    spans = (span(0, 1), span(1, 2, step=3))
+    add(shard, as_group("p", [make.rollout([1, 2], spans=spans), make.rollout([])]))
+    assert [rollout.version.step for rollout in held(shard, "p")] == [3, 0]
+    assert held(shard, "p")[0].spans == spans
     assert ledger_of(shard) == (2, 0, 0, 0, 0)
 
 
 def test_truncated_completions_are_invalid_only_where_the_objective_drops_them():
     for drop, invalid in ((False, 0), (True, 1)):
         make, shard = RolloutFactory(), ReplayShard(10, 10, drop_truncated=drop)
-        shard.add(as_group("p", [make.rollout(1, stop_reason=StopReason.LENGTH)]))
+        add(shard, as_group("p", [make.rollout(1, stop_reason=StopReason.LENGTH)]))
         assert shard.counts().invalid == invalid
 
 
-def test_a_group_without_a_valid_rollout_makes_no_pool():
-    shard = ReplayShard(10, 10)
-    shard.add(RolloutFactory().group("p", [1, 2], reward=math.nan))
-    assert shard.prompt_ids() == []
-    assert shard.bytes == 0
+def test_a_group_without_a_valid_rollout_holds_no_prompt():
+    make, shard = RolloutFactory(), ReplayShard(10, 10)
+    wrong = replace(make.group("p", [1, 2], reward=math.nan), prompt_token_ids=np.array([5, 6], np.int32))
+    add(shard, wrong)
+    assert prompt_ids(shard) == []
+    assert (shard.bytes, len(shard)) == (0, 0)
+    add(shard, wrong, make.group("p", [3]))
+    assert held_tokens(shard, "p") == [3]
 
 
 def test_another_prompt_under_a_known_prompt_id_is_refused():
     make, shard = RolloutFactory(), ReplayShard(10, 10)
-    shard.add(make.group("p", [1]))
-    shard.add(replace(make.group("p", [2]), prompt_token_ids=np.int32([5, 6])))
-    shard.add(replace(make.group("q", [2]), prompt_token_ids=np.int32([])))
+    add(shard, make.group("p", [1]))
+    add(shard, replace(make.group("p", [2], reward=math.nan), prompt_token_ids=np.array([5, 6], np.int32)))
+    add(shard, replace(make.group("q", [2]), prompt_token_ids=np.array([], np.int32)))
     assert shard.counts().invalid_reasons == {"prompt_differs": 1, "prompt_empty": 1}
+
+
+def test_the_first_of_two_prompts_under_one_new_prompt_id_counts():
+    make, shard = RolloutFactory(), ReplayShard(10, 10)
+    other = replace(make.group("p", [2]), prompt_token_ids=np.array([5, 6], np.int32))
+    add(shard, make.group("p", [1]), other, make.group("p", [3]))
+    assert held_tokens(shard, "p") == [1, 3]
+    assert shard.counts().invalid_reasons == {"prompt_differs": 1}
+
+
+def test_a_prompt_whose_last_rollout_left_may_come_back_with_other_tokens():
+    make, shard = RolloutFactory(), ReplayShard(1, 10)
+    add(shard, make.group("p", [1]))
+    shard.mark_trained(rows_of(shard, "p"))
+    add(shard, make.group("q", [2], step=1))
+    add(shard, replace(make.group("p", [3], step=2), prompt_token_ids=np.array([5, 6], np.int32)))
+    assert prompt_ids(shard) == ["p"]
+    assert shard.prompts.trained_visit[shard.prompts.number("p")] == -1
+    assert ledger_of(shard) == (1, 1, 0, 1, 0)
+
+
+def test_a_batch_without_groups_and_a_group_without_rollouts_change_nothing():
+    shard = ReplayShard(10, 10)
+    add(shard)
+    add(shard, as_group("p", []))
+    assert (len(shard), shard.bytes, prompt_ids(shard)) == (0, 0, [])
+    assert ledger_of(shard) == (0, 0, 0, 0, 0)
 
 
 # De-duplication
@@ -95,62 +153,77 @@ def test_another_prompt_under_a_known_prompt_id_is_refused():
 
 def test_equal_completions_of_one_version_are_copies_of_one_rollout():
     shard = ReplayShard(10, 10)
-    shard.add(RolloutFactory().group("p", [1, 1, 2, 1]))
-    assert [(int(h.rollout.token_ids[0]), h.copies) for h in shard.pool("p").rollouts] == [(1, 3), (2, 1)]
+    add(shard, RolloutFactory().group("p", [1, 1, 2, 1]))
+    assert (held_tokens(shard, "p"), copies(shard, "p")) == ([1, 2], [3, 1])
     assert ledger_of(shard) == (2, 0, 2, 0, 0)
 
 
-def test_a_newer_copy_replaces_the_older_and_counts_from_one():
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_newer_copy_replaces_the_older_and_counts_from_one(at_once):
     make, shard = RolloutFactory(), ReplayShard(10, 10)
-    shard.add(make.group("p", [1, 1], step=1))
     newer = make.rollout(1, step=2)
-    shard.add(as_group("p", [newer]))
-    (held,) = shard.pool("p").rollouts
-    assert (held.rollout.rollout_id, held.copies, held.version.step) == (newer.rollout_id, 1, 2)
+    groups = [make.group("p", [1, 1], step=1), as_group("p", [newer])]
+    for some in [groups] if at_once else [groups[:1], groups[1:]]:
+        add(shard, *some)
+    (got,) = held(shard, "p")
+    assert (got.rollout_id, got.version.step, copies(shard, "p")) == (newer.rollout_id, 2, [1])
+    assert (len(shard), shard.bytes, len(shard.fresh_prompts())) == (1, 8, 1)
     assert ledger_of(shard) == (1, 0, 2, 0, 0)
 
 
 def test_an_older_copy_that_arrives_late_changes_nothing():
     make, shard = RolloutFactory(), ReplayShard(10, 10)
-    shard.add(make.group("p", [1], step=5))
-    before = shard.pool("p")
-    shard.add(make.group("p", [1], step=4))
-    assert shard.pool("p") == before
+    first = make.rollout(1, step=5)
+    add(shard, as_group("p", [first]))
+    add(shard, make.group("p", [1], step=4, reference=-1.0))
+    (got,) = held(shard, "p")
+    assert (got.rollout_id, got.reference_logprob, copies(shard, "p")) == (first.rollout_id, None, [1])
     assert ledger_of(shard) == (1, 0, 1, 0, 0)
 
 
 def test_the_same_tokens_under_another_prompt_are_another_completion():
     make, shard = RolloutFactory(), ReplayShard(10, 10)
-    shard.add(make.group("p", [1]))
-    shard.add(make.group("q", [1]))
+    add(shard, make.group("p", [1]), make.group("q", [1]))
     assert ledger_of(shard) == (2, 0, 0, 0, 0)
 
 
 def test_a_trained_rollout_stays_trained_when_a_newer_copy_replaces_it():
     make, shard = RolloutFactory(), ReplayShard(10, 10)
-    old = make.rollout(1, step=1)
-    shard.add(as_group("p", [old]))
-    shard.mark_trained([old.rollout_id])
-    shard.add(make.group("p", [1], step=2))
+    add(shard, make.group("p", [1], step=1))
+    shard.mark_trained(rows_of(shard, "p"))
+    add(shard, make.group("p", [1], step=2))
+    assert shard.rows.uses[rows_of(shard, "p")].tolist() == [0]
     assert ledger_of(shard) == (1, 1, 0, 0, 0)
 
 
-def test_a_newer_copy_inherits_the_reference_logprob():
+def test_a_newer_copy_inherits_the_reference_logprob_that_it_does_not_bring():
     make, shard = RolloutFactory(), ReplayShard(10, 10)
-    shard.add(make.group("p", [1], step=1, reference=-2.5))
-    shard.add(make.group("p", [1], step=2))
-    (held,) = shard.pool("p").rollouts
-    assert (held.rollout.reference_logprob, held.rollout.reference_version) == (-2.5, 0)
+    add(shard, make.group("p", [1], step=1, reference=-2.5))
+    add(shard, make.group("p", [1], step=2), make.group("p", [1], step=3))
+    (got,) = held(shard, "p")
+    assert (got.version.step, got.reference_logprob, got.reference_version) == (3, -2.5, 0)
+    add(shard, make.group("p", [1], step=4, reference=-7.0))
+    assert held(shard, "p")[0].reference_logprob == -7.0
 
 
-def test_a_message_that_arrives_twice_is_received_once():
-    shard = ReplayShard(10, 10)
-    group = RolloutFactory().group("p", [1, 2])
-    shard.add(group)
-    shard.add(group)
-    assert [h.copies for h in shard.pool("p").rollouts] == [1, 1]
-    assert ledger_of(shard) == (2, 0, 0, 0, 0)
-    assert shard.counts().redelivered == 2
+def test_a_batch_that_is_given_twice_is_received_twice():
+    make, shard = RolloutFactory(), ReplayShard(10, 10)
+    for _ in range(2):
+        add(shard, make.group("p", [1, 2]))
+    assert copies(shard, "p") == [2, 2]
+    assert ledger_of(shard) == (2, 0, 2, 0, 0)
+
+
+# Arrivals and visits
+
+
+def test_every_rollout_that_is_received_is_counted_and_a_visit_is_its_groups_first():
+    make, shard = RolloutFactory(), ReplayShard(10, 10)
+    add(shard, make.group("p", [1], reward=math.nan), as_group("q", []), make.group("p", [2, 2, 3]))
+    add(shard, make.group("p", [4, 5]))
+    rows = rows_of(shard, "p")
+    assert shard.rows.arrival[rows].tolist() == [1, 3, 4, 5]
+    assert shard.rows.visit[rows].tolist() == [1, 1, 4, 4]
 
 
 # Eviction and the ledger
@@ -158,348 +231,168 @@ def test_a_message_that_arrives_twice_is_received_once():
 
 def test_the_oldest_version_then_the_oldest_arrival_leaves_a_full_pool():
     make, shard = RolloutFactory(), ReplayShard(100, 3)
-    shard.add(make.group("p", [1], step=2))
-    shard.add(make.group("p", [2, 3], step=1))
-    shard.add(make.group("p", [4], step=2))
+    add(shard, make.group("p", [1], step=2))
+    add(shard, make.group("p", [2, 3], step=1))
+    add(shard, make.group("p", [4], step=2))
     assert held_tokens(shard, "p") == [1, 3, 4]
-    shard.add(make.group("p", [5], step=0))
+    add(shard, make.group("p", [5], step=0))
     assert held_tokens(shard, "p") == [1, 3, 4]
     assert ledger_of(shard) == (3, 0, 0, 2, 0)
 
 
+def test_a_whole_batch_is_told_apart_before_anything_leaves():
+    make, shard = RolloutFactory(), ReplayShard(100, 2)
+    add(shard, make.group("p", [1, 2], step=1))
+    # Group by group, the oldest would leave before its copy is seen.
+    add(shard, make.group("p", [3], step=1), make.group("p", [1], step=1))
+    assert (held_tokens(shard, "p"), copies(shard, "p")) == ([2, 3], [1, 1])
+    assert ledger_of(shard) == (2, 0, 1, 1, 0)
+
+
 def test_the_oldest_of_all_prompts_leave_a_full_shard_and_an_empty_pool_goes():
     make, shard = RolloutFactory(), ReplayShard(3, 10)
-    shard.add(make.group("old", [1, 2], step=1))
-    shard.add(make.group("mid", [3], step=2))
-    shard.add(make.group("new", [4, 5], step=3))
-    assert shard.prompt_ids() == ["mid", "new"]
+    add(shard, make.group("old", [1, 2], step=1))
+    add(shard, make.group("mid", [3], step=2), make.group("new", [4, 5], step=3))
+    assert prompt_ids(shard) == ["mid", "new"]
     assert len(shard) == 3
     assert ledger_of(shard) == (3, 0, 0, 2, 0)
 
 
 def test_an_old_version_that_arrives_last_leaves_a_full_shard_first():
     make, shard = RolloutFactory(), ReplayShard(2, 10)
-    shard.add(make.group("p", [1], step=5))
-    shard.add(make.group("q", [2], step=4))
-    shard.add(make.group("r", [3], step=3))
-    assert shard.prompt_ids() == ["p", "q"]
-    shard.add(make.group("r", [4], step=6, attempt=1))
-    assert shard.prompt_ids() == ["p", "r"]
+    for prompt_id, token, step in (("p", 1, 5), ("q", 2, 4), ("r", 3, 3)):
+        add(shard, make.group(prompt_id, [token], step=step))
+    assert prompt_ids(shard) == ["p", "q"]
+    add(shard, make.group("r", [4], step=6, attempt=1))
+    assert prompt_ids(shard) == ["p", "r"]
 
 
-def test_what_left_before_the_last_step_is_remembered_no_longer():
-    make, shard = RolloutFactory(), ReplayShard(1, 10)
-    first = make.rollout(1)
-    shard.add(as_group("p", [first]))
-    shard.add(make.group("q", [2]))
-    shard.mark_trained([])
-    shard.mark_trained([first.rollout_id])
-    assert ledger_of(shard) == (1, 0, 0, 1, 0)
-
-
-def test_a_rollout_that_left_while_its_step_ran_is_trained():
-    make, shard = RolloutFactory(), ReplayShard(2, 10)
-    drawn = [make.rollout(1, step=0), make.rollout(2, step=0)]
-    shard.add(as_group("p", drawn))
-    shard.add(make.group("p", [1], step=1))  # replaces the first
-    shard.add(make.group("q", [7], step=1))  # evicts the second
-    assert ledger_of(shard) == (2, 0, 1, 1, 0)
-    shard.mark_trained([r.rollout_id for r in drawn])
-    shard.mark_trained([r.rollout_id for r in drawn])
-    assert ledger_of(shard) == (2, 2, 0, 0, 0)
+def test_the_oldest_leave_a_shard_that_holds_too_many_bytes_and_no_more_than_must():
+    make = RolloutFactory()
+    logprobs = np.zeros(3, np.float32)
+    old, new = [make.rollout([i, 1, 1], behaviour_logprobs=logprobs) for i in range(2)], make.rollout([5], step=1)
+    whole = 4 * 2 * (3 + 3) + 4 * 1 + 4 + 4  # two with log-probs, one without, a token for each of two prompts
+    for limit, left in ((whole, 3), (whole - 1, 2), (whole - 24, 2), (whole - 25, 1), (8, 1), (7, 0), (0, 0)):
+        shard = ReplayShard(10, 10, capacity_bytes=limit)
+        add(shard, as_group("p", old), as_group("q", [new]))
+        assert (len(shard), shard.bytes <= limit) == (left, True), limit
+        assert ledger_of(shard) == (left, 0, 0, 3 - left, 0)
 
 
 def test_training_again_and_eviction_leave_a_rollout_trained():
     make, shard = RolloutFactory(), ReplayShard(1, 10)
-    first = make.rollout(1)
-    shard.add(as_group("p", [first]))
-    shard.mark_trained([first.rollout_id])
-    shard.mark_trained([first.rollout_id])
-    shard.add(make.group("q", [2], step=1))
+    add(shard, make.group("p", [1]))
+    for _ in range(2):
+        shard.mark_trained(rows_of(shard, "p"))
+    assert shard.rows.uses[rows_of(shard, "p")].tolist() == [2]
+    add(shard, make.group("q", [2], step=1))
     assert ledger_of(shard) == (1, 1, 0, 0, 0)
 
 
-def test_bytes_and_the_eviction_queue_stay_bounded_when_only_pools_overflow():
-    make, shard = RolloutFactory(), ReplayShard(10_000, 2)
-    for token in range(5000):
-        shard.add(make.group("p", [token], step=token))
-    assert len(shard._oldest) <= 2 * 2 + 1024 + 1
-    assert shard.bytes == 2 * 4 + 4
+def test_a_row_that_was_drawn_for_two_groups_of_a_step_is_used_once():
+    shard = ReplayShard(10, 10)
+    add(shard, RolloutFactory().group("p", [1, 2]))
+    first, second = rows_of(shard, "p").tolist()
+    shard.mark_trained(np.array([second, first, second]))
+    assert shard.rows.uses[[first, second]].tolist() == [1, 1]
+    assert ledger_of(shard) == (0, 2, 0, 0, 0)
 
 
-def test_references_are_stored_with_held_rollouts_only():
-    make, shard = RolloutFactory(), ReplayShard(10, 10)
-    rollout, other = make.rollout(1), make.rollout(2)
-    shard.add(as_group("p", [rollout]))
-    shard.set_reference({rollout.rollout_id: (-3.0, 7), other.rollout_id: (-4.0, 7)})
-    (held,) = shard.pool("p").rollouts
-    assert (held.rollout.reference_logprob, held.rollout.reference_version) == (-3.0, 7)
+def test_references_are_stored_with_the_rows():
+    shard = ReplayShard(10, 10)
+    add(shard, RolloutFactory().group("p", [1, 2, 3]))
+    rows = rows_of(shard, "p")
+    shard.set_reference(rows[[2, 0]], np.array([-3.0, -4.0]), 7)
+    got = [(rollout.reference_logprob, rollout.reference_version) for rollout in held(shard, "p")]
+    assert got == [(-4.0, 7), (None, None), (-3.0, 7)]
 
 
-# Recency
+def test_segments_of_the_log_are_named_while_a_rollout_of_them_is_held():
+    make, shard = RolloutFactory(), ReplayShard(2, 10)
+    add(shard, make.group("p", [1, 2]), segment=3)
+    add(shard, make.group("p", [1]), segment=4)
+    assert shard.segments() == {3}
+    add(shard, make.group("p", [1], step=1), segment=5)
+    assert shard.segments() == {3, 5}
+    add(shard, make.group("q", [7], step=1), segment=6)
+    assert shard.segments() == {5, 6}
 
 
-def test_recent_is_decided_by_the_version_that_wrote_not_by_arrival():
-    make, shard = RolloutFactory(), ReplayShard(10, 10)
-    shard.add(make.group("late", [1], step=3))
-    shard.add(make.group("new", [2], step=8))
-    assert shard.report(NEW_RUN, 8, 2).n_recent == 1
-    assert shard.report(NEW_RUN, 10, 2).n_recent == 1
-    assert shard.report(NEW_RUN, 11, 2).n_recent == 0
-
-
-def test_duplicates_and_a_full_pool_never_make_an_old_rollout_recent():
-    make, shard = RolloutFactory(), ReplayShard(100, 4)
-    shard.add(make.group("p", [1, 2, 3], step=0))
-    for _ in range(3):
-        shard.add(make.group("p", [7, 7, 8], step=5))
-    (recent,) = shard.recent_pools(NEW_RUN, 5, 2)
-    assert {int(h.rollout.token_ids[0]) for h in recent.rollouts} == {7, 8}
-    assert len(shard.pool("p").rollouts) == 4
+# Recency and what is fresh
 
 
 def test_versions_of_an_abandoned_branch_are_held_and_never_recent():
     make, shard = RolloutFactory(), ReplayShard(10, 10)
-    shard.add(make.group("p", [1], attempt=0, step=12))
-    shard.add(make.group("q", [2], attempt=0, step=10))
-    shard.add(make.group("q", [3], attempt=0, step=12))
-    shard.add(make.group("r", [4], attempt=1, step=11))
+    add(shard, make.group("p", [1], attempt=0, step=12), make.group("q", [2], attempt=0, step=10))
+    add(shard, make.group("q", [3], attempt=0, step=12), make.group("r", [4], attempt=1, step=11))
     resumed = PolicyHistory(base_steps=(0, 10))
-    assert [p.prompt_id for p in shard.recent_pools(resumed, 11, 2)] == ["q", "r"]
-    assert shard.report(resumed, 11, 2).n_prompts == 3
+    assert shard.recent_rows(resumed, 11, 2).tolist() == [*row_with(shard, "q", 2), *row_with(shard, "r", 4)]
+    report = shard.report(resumed, 11, 2)
+    assert (report.n_prompts, report.n_recent) == (3, 2)
 
 
 def test_a_prompt_is_fresh_until_its_newest_visit_was_trained_on():
     make, shard = RolloutFactory(), ReplayShard(100, 100)
-    first, second = make.group("p", [1, 2]), make.group("p", [3, 4])
-    fresh = lambda: shard.report(NEW_RUN, 0, 2).n_fresh  # noqa: E731
-    shard.add(first)
-    assert fresh() == 1
-    shard.mark_trained([first.rollouts[0].rollout_id])  # a part of a visit counts: not every rollout is drawn
-    assert fresh() == 0
-    shard.add(second)
-    assert fresh() == 1
-    shard.mark_trained([first.rollouts[1].rollout_id])
-    assert fresh() == 1
-    shard.mark_trained([second.rollouts[0].rollout_id])
-    assert fresh() == 0
+    number = lambda: [shard.prompts.number("p")]  # noqa: E731
+
+    def fresh() -> bool:
+        reports = shard.report(NEW_RUN, 0, 2), shard.report_fresh()
+        assert reports[0].n_fresh == reports[1].n_fresh == reports[1].n_recent == len(shard.fresh_prompts())
+        return shard.fresh_prompts().tolist() == number()
+
+    add(shard, make.group("p", [1, 2]))
+    assert fresh()
+    shard.mark_trained(row_with(shard, "p", 1))  # a part of a visit counts: not every rollout is drawn
+    assert not fresh()
+    add(shard, make.group("p", [3, 4]))
+    assert fresh()
+    shard.mark_trained(row_with(shard, "p", 2))
+    assert fresh()
+    shard.mark_trained(row_with(shard, "p", 3))
+    assert not fresh()
 
 
-def slow_report(shard: ReplayShard, history: PolicyHistory, step: int, age: int) -> ShardReport:
-    """The specification of ``ReplayShard.report``: looks at every rollout."""
-
-    def is_recent(held) -> bool:
-        steps = history.age_steps(held.version, step)
-        return steps is not None and steps <= age
-
-    pools = [shard.pool(prompt_id).rollouts for prompt_id in shard.prompt_ids()]
-    trained_visit = [max((h.visit for h in pool if h.trained), default=-1) for pool in pools]
-    prompts = sum(shard.pool(p).prompt_token_ids.nbytes for p in shard.prompt_ids())
-    return ShardReport(
-        n_prompts=len(pools),
-        n_recent=sum(any(map(is_recent, pool)) for pool in pools),
-        n_fresh=sum(
-            any(is_recent(h) and h.visit > visit for h in pool)
-            for pool, visit in zip(pools, trained_visit, strict=True)
-        ),
-        n_rollouts=sum(map(len, pools)),
-        bytes=prompts + sum(h.rollout.token_ids.nbytes for pool in pools for h in pool),
-    )
+# Batches that are drawn
 
 
-def random_life(seed: int, n_messages: int = 60) -> ReplayShard:
-    rng, make = random.Random(seed), RolloutFactory()
-    shard = ReplayShard(rng.randint(5, 40), rng.randint(3, 12))
-    for i in range(n_messages):
-        completions = [[rng.randint(0, 9)] * rng.randint(0, 2) for _ in range(rng.randint(1, 5))]
-        reward = rng.choice([0.0, 1.0, 1.0, math.nan])
-        step = max(0, i // 6 - rng.randint(0, 3))
-        shard.add(make.group(f"prompt {rng.randint(0, 8)}", completions, step=step, reward=reward))
-        held = [h.rollout.rollout_id for p in shard.prompt_ids() for h in shard.pool(p).rollouts]
-        if rng.random() < 0.3:
-            shard.mark_trained(rng.sample(held, min(len(held), 4)))
-    return shard
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10_000))
-def test_the_cheap_report_equals_a_look_at_every_rollout(seed):
-    shard = random_life(seed)
-    for step, age in ((9, 0), (9, 2), (12, 2), (9, 100)):
-        fast, slow = shard.report(NEW_RUN, step, age), slow_report(shard, NEW_RUN, step, age)
-        # A trained rollout may have left the shard, which the shard remembers and the slow report cannot see.
-        assert fast.n_fresh <= slow.n_fresh
-        assert fast.n_fresh == sum(pool.fresh for pool in shard.recent_pools(NEW_RUN, step, age))
-        assert replace(fast, n_fresh=0) == replace(slow, n_fresh=0)
-    ledger_of(shard)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10_000))
-def test_the_ledger_adds_up_whatever_happens(seed):
-    counts = random_life(seed).counts()
-    generated = {s: n + 5 for s, n in counts.received.items()}
-    assert combine(generated, set(), [counts]).gap == 0
-
-
-# Save and restore
-
-
-def saved_and_loaded(shard: ReplayShard) -> dict[str, np.ndarray]:
-    file = io.BytesIO()
-    np.savez(file, **shard.state_arrays())
-    file.seek(0)
-    with np.load(file, allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
-def contents(shard: ReplayShard) -> list:
-    def plain(h):
-        r = h.rollout
-        behaviour = None if r.behaviour_logprobs is None else r.behaviour_logprobs.tolist()
-        return replace(h, rollout=replace(r, token_ids=r.token_ids.tolist(), behaviour_logprobs=behaviour))
-
-    return [(p, [plain(h) for h in shard.pool(p).rollouts], shard.pool(p).fresh) for p in shard.prompt_ids()]
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10_000))
-def test_a_restored_shard_is_the_saved_one_and_lives_on_like_it(seed):
-    shard = random_life(seed)
-    restored = ReplayShard(shard._capacity_rollouts, shard._per_prompt_rollouts)
-    restored.restore(saved_and_loaded(shard))
-    later = RolloutFactory("later")
-    for _ in range(2):
-        assert contents(restored) == contents(shard)
-        assert restored.counts() == shard.counts()
-        assert restored.report(NEW_RUN, 9, 2) == shard.report(NEW_RUN, 9, 2)
-        for i in range(6):
-            group = later.group(f"prompt {i}", [i, i + 1], step=8 + i)
-            shard.add(group)
-            restored.add(group)
-
-
-def test_every_field_of_a_rollout_survives_a_restore():
+def test_a_batch_is_the_groups_that_were_asked_for_in_memory_of_its_own():
     make, shard = RolloutFactory("søker\0"), ReplayShard(10, 10)
-    rollout = make.rollout(
-        [5, 6],
-        reward=1 / 3,
-        reference=-1.25,
-        stop_reason=StopReason.LENGTH,
-        spans=(span(0, 1), span(1, 2, step=4)),
-        behaviour_logprobs=np.float32([-0.1, -0.2]),
+    full = make.rollout([5, 6], reward=1 / 3, behaviour_logprobs=np.array([-0.1, -0.2], np.float32), reference=-1.0)
+    add(shard, make.group("p", [1, 2, []]), as_group("prøve\0", [full]))
+    p, q = (shard.prompts.number(prompt_id) for prompt_id in ("p", "prøve\0"))
+    rows = np.concatenate(
+        [row_with(shard, "p"), rows_of(shard, "prøve\0"), row_with(shard, "p", 2), row_with(shard, "p", 1)]
     )
-    shard.add(as_group("prøve\0", [rollout, make.rollout([])]))
-    shard.mark_trained([rollout.rollout_id])
-    restored = ReplayShard(10, 10)
-    restored.restore(saved_and_loaded(shard))
-    assert contents(restored) == contents(shard)
-    assert restored.bytes == shard.bytes
+    batch = shard.batch(np.array([p, q, p, p]), np.array([1, 1, 0, 2]), rows, np.array([4, 1, 2, 3]))
+    groups = batch.train_groups()
+    assert [group.prompt_id for group in groups] == ["p", "prøve\0", "p", "p"]
+    assert [[r.token_ids.tolist() for r in group.rollouts] for group in groups] == [[[]], [[5, 6]], [], [[2], [1]]]
+    assert [group.copies for group in groups] == [(4,), (1,), (), (2, 3)]
+    assert plain_rollout(groups[1].rollouts[0]) == plain_rollout(full)
+    batch.token_ids_T[:], batch.prompt_tokens[:], batch.behaviour_B[:], batch.spans_P[:] = 0, 0, 0, 0
+    assert held_tokens(shard, "prøve\0") == [5]
+    again = shard.batch(np.array([q]), np.array([1]), rows_of(shard, "prøve\0"), np.array([1])).groups()[0]
+    assert again.prompt_token_ids.tolist() == prompt_tokens("prøve\0").tolist()
+    assert plain_rollout(again.rollouts[0]) == plain_rollout(full)
 
 
-def test_a_smaller_capacity_evicts_on_restore_and_the_ledger_adds_up():
-    shard, small = ReplayShard(10, 10), ReplayShard(2, 10)
-    shard.add(RolloutFactory().group("p", [1, 2, 3]))
-    small.restore(shard.state_arrays())
-    assert held_tokens(small, "p") == [2, 3]
-    assert ledger_of(small) == (2, 0, 0, 1, 0)
+# At rest; lives of shards that are saved and dealt are in test_shard_twin.py
 
 
-def test_an_empty_shard_can_be_saved_and_another_format_is_refused():
-    arrays, shard = ReplayShard(10, 10).state_arrays(), ReplayShard(10, 10)
-    shard.restore(arrays)
-    assert len(shard) == 0
-    with pytest.raises(ValueError, match="format is 99"):
-        shard.restore(arrays | {"counters": np.array([99, 0])})
-
-
-# Dealt anew when the number of shards changes
-
-
-def random_lives(seed: int, n: int) -> list[ReplayShard]:
-    """The shards of one run, each with the prompts that it owns."""
-    rng, make = random.Random(seed), RolloutFactory()
-    shards = [ReplayShard(rng.randint(20, 60), rng.randint(3, 12)) for _ in range(n)]
-    for i in range(90):
-        prompt_id = f"prompt {rng.randint(0, 15)}"
-        completions = [[rng.randint(0, 9)] * rng.randint(0, 2) for _ in range(rng.randint(1, 5))]
-        reward = rng.choice([0.0, 1.0, 1.0, math.nan])
-        group = make.group(prompt_id, completions, step=max(0, i // 9 - rng.randint(0, 3)), reward=reward)
-        shards[owner_of(prompt_id, n)].add(group)
-        if rng.random() < 0.3:
-            for shard in shards:
-                held = [h.rollout.rollout_id for p in shard.prompt_ids() for h in shard.pool(p).rollouts]
-                shard.mark_trained(rng.sample(held, min(len(held), 4)))
-    return shards
-
-
-def dealt(shards: list[ReplayShard], n: int, capacity: int = 1000) -> list[ReplayShard]:
-    parts = [from_arrays(saved_and_loaded(shard)) for shard in shards]
-    after = [ReplayShard(capacity, 12) for _ in range(n)]
-    for i, shard in enumerate(after):
-        shard.restore_state(deal(parts, lambda p, i=i: owner_of(p, n) == i, keeps_rest=i == 0))
-    return after
-
-
-def in_any_order(shards: list[ReplayShard]) -> list:
-    """All pools by prompt, with arrivals and visits replaced by their order within the pool."""
-
-    def pool(prompt):
-        prompt_id, held, fresh = prompt
-        order = sorted({n for h in held for n in (h.arrival, h.visit)})
-        places = [replace(h, arrival=order.index(h.arrival), visit=order.index(h.visit)) for h in held]
-        return prompt_id, places, fresh
-
-    return sorted((pool(prompt) for shard in shards for prompt in contents(shard)), key=lambda found: found[0])
-
-
-def reasons(shards: list[ReplayShard]) -> Counter[str]:
-    return sum((Counter(shard.counts().invalid_reasons) for shard in shards), Counter())
-
-
-@pytest.mark.parametrize(("n_before", "n_after"), [(1, 2), (2, 1), (2, 4), (3, 2)])
-@settings(max_examples=10, deadline=None)
-@given(st.integers(0, 10_000))
-def test_dealt_shards_hold_the_same_rollouts_and_sum_to_the_same_ledger(n_before, n_after, seed):
-    before = random_lives(seed, n_before)
-    after = dealt(before, n_after)
-    assert in_any_order(after) == in_any_order(before)
-    assert all(owner_of(p, n_after) == i for i, shard in enumerate(after) for p in shard.prompt_ids())
-    ledgers = [combine({"s": 500}, set(), [shard.counts() for shard in shards]) for shards in (before, after)]
-    assert ledgers[0] == ledgers[1] and ledgers[0].gap == 0
-    assert reasons(after) == reasons(before)
-    for shard in after:
-        held = [h for p in shard.prompt_ids() for h in shard.pool(p).rollouts]
-        assert ledger_of(shard)[0] == sum(not h.trained for h in held)
-        assert len({h.arrival for h in held}) == len(held)
-        assert all(h.visit <= h.arrival < shard._next_arrival for h in held)
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.integers(0, 10_000))
-def test_dealt_shards_live_on(seed):
-    shards, make = dealt(random_lives(seed, 2), 3), RolloutFactory("later")
-    for shard in shards:
-        held = [h.rollout.rollout_id for p in shard.prompt_ids() for h in shard.pool(p).rollouts]
-        shard.mark_trained(held)
-        assert ledger_of(shard)[0] == shard.report(NEW_RUN, 9, 100).n_fresh == 0
-    for i in range(16):
-        shards[owner_of(f"prompt {i}", 3)].add(make.group(f"prompt {i}", [i], step=20))
-    fresh = sorted(pool.prompt_id for shard in shards for pool in shard.fresh_pools())
-    assert fresh == sorted(f"prompt {i}" for i in range(16))
+def saved(shard: ReplayShard) -> SavedShard:
+    return SavedShard(columns=to_columns(shard, with_payload=True))
 
 
 def test_the_oldest_of_all_parts_leave_a_shard_that_is_too_small_for_them():
-    make, parts = RolloutFactory(), [ReplayShard(10, 10) for _ in range(2)]
-    parts[0].add(make.group("a", [1, 2], step=1))
-    parts[1].add(make.group("b", [3], step=0))
-    parts[1].add(make.group("b", [4], step=2))
-    (small,) = dealt(parts, 1, capacity=2)
+    make, parts, small = RolloutFactory(), [ReplayShard(10, 10) for _ in range(2)], ReplayShard(2, 10)
+    add(parts[0], make.group("a", [1, 2], step=1))
+    add(parts[1], make.group("b", [3], step=0), make.group("b", [4], step=2))
+    assert restore(small, [saved(part) for part in parts]) == 0
     assert (held_tokens(small, "a"), held_tokens(small, "b")) == ([2], [4])
     assert ledger_of(small) == (2, 0, 0, 2, 0)
 
 
-def test_dealing_the_only_shard_to_itself_changes_nothing():
-    shard = random_life(7)
-    (again,) = dealt([shard], 1)
-    assert contents(again) == contents(shard) and again.counts() == shard.counts()
+def test_another_format_is_refused():
+    columns, shard = to_columns(ReplayShard(10, 10), with_payload=True), ReplayShard(10, 10)
+    with pytest.raises(ValueError, match="format is 99"):
+        restore(shard, [SavedShard(columns=columns | {"format": np.array([99, 0])})])

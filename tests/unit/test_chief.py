@@ -164,7 +164,7 @@ def run_state(step=0, base_steps=(0,), **fields) -> RunState:
 
 
 def shard_counts(received=None, **fields) -> ShardCounts:
-    zero = dict.fromkeys(("held_untrained", "trained", "duplicate", "evicted_untrained", "invalid", "redelivered"), 0)
+    zero = dict.fromkeys(("held_untrained", "trained", "duplicate", "evicted_untrained", "invalid"), 0)
     return ShardCounts(received=received or {}, invalid_reasons={}, **(zero | fields))
 
 
@@ -420,7 +420,15 @@ def draw_facts(ages, *, off_branch=0, truncated=0, tokens=0) -> DrawFacts:
     from collections import Counter
 
     return DrawFacts(
-        ages=Counter(ages), off_branch=off_branch, truncated=truncated, empty=0, with_replacement=0, tokens=tokens
+        ages=Counter(ages),
+        off_branch=off_branch,
+        truncated=truncated,
+        empty=0,
+        with_replacement=0,
+        equal_reward=0,
+        short_recent=0,
+        repeated_prompts=0,
+        tokens=tokens,
     )
 
 

@@ -10,15 +10,13 @@ EVICTED, INVALID = RolloutState.EVICTED_UNTRAINED, RolloutState.INVALID
 
 def shard(searcher: str, n: int):
     ledger = ShardLedger()
-    for _ in range(n):
-        ledger.receive(searcher, HELD)
+    ledger.receive({searcher: n}, {HELD: n})
     return ledger
 
 
 def test_the_states_of_a_shard_sum_to_what_it_received():
     ledger = shard("a", 3)
-    ledger.receive("b", DUPLICATE)
-    ledger.receive_invalid("b", "spans")
+    ledger.receive({"b": 2}, {DUPLICATE: 1, INVALID: 1}, {"spans": 1})
     ledger.move(HELD, TRAINED)
     ledger.move(HELD, EVICTED)
     counts = ledger.counts()
@@ -36,8 +34,13 @@ def test_nothing_leaves_trained(new):
 
 
 def test_no_state_becomes_negative():
-    with pytest.raises(ValueError, match="no rollout is held_untrained"):
+    with pytest.raises(ValueError, match="0 rollouts are held_untrained, so 1 cannot become trained"):
         ShardLedger().move(HELD, TRAINED)
+
+
+def test_every_arrival_has_a_state():
+    with pytest.raises(ValueError, match="3 rollouts arrived and 2 have a state"):
+        ShardLedger().receive({"a": 3}, {HELD: 2})
 
 
 def test_what_was_generated_and_not_received_is_in_flight_or_lost_with_its_sender():
@@ -51,7 +54,7 @@ def test_what_was_generated_and_not_received_is_in_flight_or_lost_with_its_sende
 def test_a_rollout_of_a_lost_searcher_that_arrives_late_leaves_lost():
     ledger = shard("a", 2)
     before = combine({"a": 5}, {"a"}, [ledger.counts()])
-    ledger.receive("a", HELD)
+    ledger.receive({"a": 1}, {HELD: 1})
     after = combine({"a": 5}, {"a"}, [ledger.counts()])
     assert (before.lost, after.lost, after.held_untrained) == (3, 2, 3)
     assert before.gap == after.gap == 0
@@ -68,10 +71,9 @@ def test_an_empty_run_adds_up():
 
 def test_a_restored_ledger_has_the_counters_of_the_saved_one():
     ledger = shard("a", 3)
-    ledger.receive_invalid("b", "aborted")
-    ledger.receive_again()
+    ledger.receive({"b": 1}, {INVALID: 1}, {"aborted": 1})
     ledger.move(HELD, TRAINED)
     restored = ShardLedger.from_state(json.loads(json.dumps(ledger.state())))
     assert restored.counts() == ledger.counts()
-    restored.receive("a", HELD)
+    restored.receive({"a": 1}, {HELD: 1})
     assert restored.counts().received["a"] == ledger.counts().received["a"] + 1

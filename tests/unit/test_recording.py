@@ -11,34 +11,39 @@ import tiny
 from ranks import run_ranks
 
 from tba_megatron.errors import CheckpointError
-from tba_megatron.trainer.exchange import encode_groups
+from tba_megatron.rollout_batch import RolloutBatch, encode
+from tba_megatron.trainer import recording
 from tba_megatron.trainer.recording import Recorder, Recording
 
 STEPS = {step: tiny.train_groups(3, seed=step) for step in range(1, 6)}
 
 
+def as_bytes(groups):
+    return encode(RolloutBatch.of_train_groups(groups))
+
+
 def record(folder, steps, *, first_step=1, replica=0, replicas=1):
     recorder = Recorder(folder, replica, replicas, first_step)
     for step in steps:
-        recorder.write(step, STEPS[step])
+        recorder.write(step, RolloutBatch.of_train_groups(STEPS[step]))
     recorder.close()
 
 
 def recorded(folder, step):
-    return encode_groups(Recording(folder).groups(step))
+    return as_bytes(Recording(folder).groups(step))
 
 
 def test_what_was_recorded_is_read_again_in_any_order(tmp_path):
     record(tmp_path, STEPS)
     assert Recording(tmp_path).n_steps == 5
     for step in (4, 1, 5, 2, 3):
-        assert recorded(tmp_path, step) == encode_groups(STEPS[step])
+        assert recorded(tmp_path, step) == as_bytes(STEPS[step])
 
 
 def test_the_parts_of_all_replicas_are_one_step(tmp_path):
     for replica in range(2):
         record(tmp_path, [1], replica=replica, replicas=2)
-    assert recorded(tmp_path, 1) == encode_groups(STEPS[1] + STEPS[1])
+    assert recorded(tmp_path, 1) == as_bytes(STEPS[1] + STEPS[1])
 
 
 def test_reference_logprobs_are_not_recorded(tmp_path):
@@ -47,27 +52,27 @@ def test_reference_logprobs_are_not_recorded(tmp_path):
         group, rollouts=tuple(replace(r, reference_logprob=-1.0, reference_version=0) for r in group.rollouts)
     )
     recorder = Recorder(tmp_path, 0, 1, 1)
-    recorder.write(1, [known])
+    recorder.write(1, RolloutBatch.of_train_groups([known]))
     recorder.close()
-    assert recorded(tmp_path, 1) == encode_groups([group])
+    assert recorded(tmp_path, 1) == as_bytes([group])
 
 
 def test_a_resumed_run_records_over_the_steps_of_the_branch_that_was_abandoned(tmp_path):
     record(tmp_path, [1, 2, 3, 4])
     recorder = Recorder(tmp_path, 0, 1, 3)
-    recorder.write(3, STEPS[5])
+    recorder.write(3, RolloutBatch.of_train_groups(STEPS[5]))
     recorder.close()
     assert Recording(tmp_path).n_steps == 3
-    assert recorded(tmp_path, 2) == encode_groups(STEPS[2])
-    assert recorded(tmp_path, 3) == encode_groups(STEPS[5])
+    assert recorded(tmp_path, 2) == as_bytes(STEPS[2])
+    assert recorded(tmp_path, 3) == as_bytes(STEPS[5])
 
 
 def test_a_run_that_goes_on_with_fewer_replicas_leaves_nothing_of_the_abandoned_steps(tmp_path):
     for replica in range(3):
         record(tmp_path, [1, 2, 3], replica=replica, replicas=3)
     record(tmp_path, [2, 3], first_step=2)
-    assert recorded(tmp_path, 1) == encode_groups(STEPS[1] * 3)
-    assert [recorded(tmp_path, step) for step in (2, 3)] == [encode_groups(STEPS[step]) for step in (2, 3)]
+    assert recorded(tmp_path, 1) == as_bytes(STEPS[1] * 3)
+    assert [recorded(tmp_path, step) for step in (2, 3)] == [as_bytes(STEPS[step]) for step in (2, 3)]
 
 
 def test_parts_that_disagree_about_how_many_there_are_are_one_line(tmp_path):
@@ -87,7 +92,7 @@ def test_a_header_that_promises_more_than_there_is_ends_the_recording(tmp_path):
 
 def test_a_full_disk_is_one_line_and_leaves_a_recording_that_can_be_read(tmp_path):
     def body(groups):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3500, resource.RLIM_INFINITY))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         with pytest.raises(CheckpointError, match=r"dp-0\.groups cannot be written \(") as caught:
             record(tmp_path, STEPS)
@@ -97,7 +102,7 @@ def test_a_full_disk_is_one_line_and_leaves_a_recording_that_can_be_read(tmp_pat
     assert "\n" not in message
     n_steps = Recording(tmp_path).n_steps
     assert 0 < n_steps < 5
-    assert recorded(tmp_path, n_steps) == encode_groups(STEPS[n_steps])
+    assert recorded(tmp_path, n_steps) == as_bytes(STEPS[n_steps])
 
 
 @pytest.mark.parametrize("cut", [1, 20])
@@ -107,7 +112,7 @@ def test_a_tail_that_a_crash_cut_short_is_left_out_and_written_over(cut, tmp_pat
     path.write_bytes(path.read_bytes()[:-cut])
     assert Recording(tmp_path).n_steps == 1
     record(tmp_path, [2, 3], first_step=2)
-    assert [recorded(tmp_path, step) for step in (1, 2, 3)] == [encode_groups(STEPS[step]) for step in (1, 2, 3)]
+    assert [recorded(tmp_path, step) for step in (1, 2, 3)] == [as_bytes(STEPS[step]) for step in (1, 2, 3)]
 
 
 def test_a_flipped_bit_ends_the_recording_there(tmp_path):
@@ -138,3 +143,12 @@ def test_a_recording_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "recording").write_text("a file is in the way")
     with pytest.raises(CheckpointError, match=r"dp-0\.groups cannot be written .*set trainer\.data\.record to false"):
         Recorder(tmp_path / "recording", 0, 1, 1)
+
+
+def test_a_recording_of_another_version_of_the_program_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "encode", lambda batch: b"something else")
+    record(tmp_path, [1])
+    with pytest.raises(
+        CheckpointError, match="was written by another version of this program"
+    ):
+        Recording(tmp_path).groups(1)

@@ -1,122 +1,128 @@
-"""Rollouts on the wire: nothing changes on the way, and nothing that is not a group of this run comes through."""
+"""Rollouts over sockets: each arrives once and safe, and nothing that is not of this run comes through."""
 
 import logging
+import os
+import select
+import signal
+import socket as socketlib
+import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
+import xxhash
 import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rollout_factory import RolloutFactory
 
-from tba_megatron.errors import TransportError
+from tba_megatron.errors import TbaError, TransportError
+from tba_megatron.rollout_batch import RolloutBatch, encode
+from tba_megatron.transport.delivery import Answer
 from tba_megatron.transport.memory import MemoryRollouts
-from tba_megatron.transport.rollouts import RolloutReceiver, RolloutSender, decode_group, encode_group, owner_of
-from tba_megatron.types import PolicySpan, PolicyVersion, Rollout, RolloutGroup, RolloutId, StopReason
+from tba_megatron.transport.rollout_sender import RolloutSender
+from tba_megatron.transport.rollouts import Arrival, Head, RolloutReceiver, owner_of
+from tba_megatron.types import LogPosition, RolloutGroup
 
 TOKEN = "of-this-run"
 
-tokens = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(lambda ids: np.array(ids, np.int32))
-versions = st.builds(PolicyVersion, st.integers(0, 9), st.integers(0, 10**6))
-spans = st.lists(st.builds(PolicySpan, version=versions, start=st.integers(0, 9), end=st.integers(0, 9)), min_size=1)
+
+class ListLog:
+    """An ``ArrivalLog`` in memory that can be made to fail."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, int, bytes, int]] = []
+        self.syncs: list[int] = []  # records at each
+        self.fault: Exception | None = None
+
+    def append(self, sender: str, sequence: int, payload: memoryview, checksum: int) -> LogPosition:
+        if self.fault is not None:
+            raise self.fault
+        self.records.append((sender, sequence, bytes(payload), checksum))
+        return LogPosition(0, len(self.records))
+
+    def sync(self) -> None:
+        self.syncs.append(len(self.records))
 
 
-@st.composite
-def groups(draw):
-    with_logprobs = draw(st.booleans())
-    searcher, source = draw(st.text()), draw(st.text())
-    rollouts = []
-    for sequence in range(draw(st.integers(1, 4))):
-        token_ids = draw(tokens)
-        logprobs = st.lists(st.floats(width=32), min_size=len(token_ids), max_size=len(token_ids))
-        rollouts.append(
-            Rollout(
-                rollout_id=RolloutId(searcher, sequence),
-                token_ids=token_ids,
-                reward=draw(st.floats()),
-                stop_reason=draw(st.sampled_from(StopReason)),
-                spans=tuple(draw(spans)),
-                source=source,
-                behaviour_logprobs=np.array(draw(logprobs), np.float32) if with_logprobs else None,
-            )
-        )
-    return RolloutGroup(
-        prompt_id=draw(st.text()), prompt_token_ids=draw(tokens), rollouts=tuple(rollouts), lease=draw(st.integers(-1))
-    )
+@contextmanager
+def receiver(**options):
+    inbox = RolloutReceiver("127.0.0.1", TOKEN, **options)
+    try:
+        yield inbox
+    finally:
+        inbox.close()
 
 
-def assert_same(got: RolloutGroup, sent: RolloutGroup) -> None:
-    assert (got.prompt_id, got.lease) == (sent.prompt_id, sent.lease)
-    np.testing.assert_array_equal(got.prompt_token_ids, sent.prompt_token_ids)
-    for a, b in zip(got.rollouts, sent.rollouts, strict=True):
-        assert (a.rollout_id, a.stop_reason, a.spans, a.source) == (b.rollout_id, b.stop_reason, b.spans, b.source)
-        np.testing.assert_array_equal(a.token_ids, b.token_ids)
-        np.testing.assert_equal(a.reward, b.reward)
-        np.testing.assert_equal(a.behaviour_logprobs, b.behaviour_logprobs)
-        assert a.token_ids.dtype == np.int32
+@contextmanager
+def sender_to(*addresses: str, name: str = "s0", token: str = TOKEN, **options):
+    outbox = RolloutSender(addresses, token, name, **options)
+    try:
+        yield outbox
+    finally:
+        outbox.close(linger_s=0.0)
 
 
-@settings(deadline=None)
-@given(group=groups().filter(lambda g: g.lease < 2**63))
-def test_a_group_comes_back_as_it_was(group):
-    assert_same(decode_group(encode_group(group)), group)
+@contextmanager
+def raw_socket(address: str):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        yield socket
 
 
-def test_a_group_comes_back_as_it_was_from_memory():
-    pair = MemoryRollouts()
-    sent = [RolloutFactory().group(f"p{i}", [[1, 2], []]) for i in range(3)]
-    for group in sent:
-        pair.send(group)
-    for got, group in zip(pair.drain(), sent, strict=True):
-        assert_same(got, group)
-    assert list(pair.drain()) == []
+def until(condition: Callable[[], object], act: Callable[[], object] = lambda: None) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        act()
+        time.sleep(0.001)
 
 
-def test_log_probs_that_only_some_rollouts_have_do_not_travel():
-    factory = RolloutFactory()
-    some = factory.rollout([1, 2], behaviour_logprobs=np.zeros(2, np.float32))
-    group = RolloutGroup(prompt_id="p", prompt_token_ids=np.zeros(1, np.int32), rollouts=(some, factory.rollout([3])))
-    assert [r.behaviour_logprobs for r in decode_group(encode_group(group)).rollouts] == [None, None]
+def groups_of(arrivals: list[Arrival]) -> list[RolloutGroup]:
+    return [group for arrival in arrivals for group in arrival.batch.groups()]
 
 
-def one_group() -> RolloutGroup:
-    factory = RolloutFactory()
-    rollouts = tuple(factory.rollout(ids, behaviour_logprobs=np.zeros(2, np.float32)) for ids in ([1, 2], [3, 4]))
-    return RolloutGroup(prompt_id="p", prompt_token_ids=np.array([7], np.int32), rollouts=rollouts)
+def prompts_of(arrivals: list[Arrival]) -> list[str]:
+    return [group.prompt_id for group in groups_of(arrivals)]
 
 
-GOOD = encode_group(one_group())
+def take_all(inbox: RolloutReceiver, outbox: RolloutSender, n_groups: int) -> list[Arrival]:
+    got: list[Arrival] = []
+
+    def turn() -> None:
+        outbox.flush()
+        got.extend(inbox.drain())
+
+    until(lambda: sum(a.batch.n_groups for a in got) >= n_groups, turn)
+    return got
 
 
-def test_a_cut_header_is_refused_wherever_it_is_cut():
-    for length in range(len(GOOD[0])):
-        with pytest.raises(ValueError):
-            decode_group([GOOD[0][:length], *GOOD[1:]])
+def some_groups(n: int, name: str = "s0", tokens: int = 2) -> list[RolloutGroup]:
+    factory = RolloutFactory(name)
+    return [factory.group(f"{name}-p{i}", [list(range(tokens)), []]) for i in range(n)]
 
 
-DAMAGED = {
-    "no frames": [],
-    "a frame less": GOOD[:3],
-    "a frame more": [*GOOD, b""],
-    "a token less": [*GOOD[:2], GOOD[2][:-4], GOOD[3]],
-    "half a token": [*GOOD[:2], GOOD[2][:-1], GOOD[3]],
-    "half a prompt token": [GOOD[0], b"abc", *GOOD[2:]],
-    "a log-prob less": [*GOOD[:3], GOOD[3][:-4]],
-    "negative length": [GOOD[0].replace(b"\x92\x02\x02", b"\x92\x05\xff"), *GOOD[1:]],
-    "unknown stop reason": [GOOD[0].replace(b"eos", b"eot"), *GOOD[1:]],
-    "unreadable version": [GOOD[0].replace(b"0.0", b"0-0"), *GOOD[1:]],
-    "a row less in one column": [GOOD[0].replace(b"\x92\xa3eos\xa3eos", b"\x91\xa3eos"), *GOOD[1:]],
-    "text that is no text": [GOOD[0].replace(b"eos", b"\xff\xfe\xfd"), *GOOD[1:]],
-}
+def payload_of(groups: list[RolloutGroup]) -> bytes:
+    return encode(RolloutBatch.of_groups(groups))
 
 
-@pytest.mark.parametrize("what", DAMAGED)
-def test_damaged_frames_are_refused(what):
-    assert DAMAGED[what] != GOOD
-    with pytest.raises(ValueError):
-        decode_group(DAMAGED[what])
+def message(sequence: int, payload: bytes, *, token: str = TOKEN, checksum: int | None = None) -> list[bytes]:
+    checksum = xxhash.xxh3_64_intdigest(payload) if checksum is None else checksum
+    return [token.encode(), msgspec.msgpack.encode(Head("raw", sequence, checksum)), payload]
+
+
+def answer_on(socket: zmq.Socket) -> Answer:
+    assert socket.poll(60_000), "no answer"
+    return msgspec.msgpack.decode(socket.recv(), type=Answer)
+
+
+def assert_same(got: list[RolloutGroup], sent: list[RolloutGroup]) -> None:
+    assert payload_of(got) == payload_of(sent)
+
+
+# ---- what arrives
 
 
 def test_a_shard_is_the_same_in_every_process():
@@ -130,54 +136,515 @@ def test_shards_share_prompts_about_equally():
     assert counts.min() > 900
 
 
-@contextmanager
-def receiver():
-    inbox = RolloutReceiver("127.0.0.1", TOKEN)
-    try:
-        yield inbox
-    finally:
-        inbox.close()
-
-
-def wait_for(inbox: RolloutReceiver, messages: int) -> list[RolloutGroup]:
-    """All that arrived, once ``messages`` were taken or refused."""
-    got: list[RolloutGroup] = []
-    deadline = time.monotonic() + 60
-    while len(got) + inbox.refused < messages:
-        assert time.monotonic() < deadline, f"{len(got)} arrived, {inbox.refused} refused"
-        got += inbox.drain()
-        time.sleep(0.001)
-    return got
-
-
-def test_every_group_arrives_at_its_owner_in_order():
+def test_every_group_arrives_at_its_owner_once_and_in_order():
     with receiver() as first, receiver() as second:
         inboxes = [first, second]
-        sender = RolloutSender([inbox.address for inbox in inboxes], TOKEN)
-        sent = [RolloutFactory().group(f"p{i}", [[i], []]) for i in range(200)]
-        for group in sent:
-            sender.send(group)
-        sender.close()
+        sent = [some_groups(100, name) for name in ("s0", "s1")]
+        outboxes = [RolloutSender([i.address for i in inboxes], TOKEN, name, batch_bytes=2000) for name in ("s0", "s1")]
+        for pair in zip(*sent, strict=True):
+            for outbox, group in zip(outboxes, pair, strict=True):
+                outbox.send(group)
+        assert [outbox.close(linger_s=60.0) for outbox in outboxes] == [0, 0]
         for shard, inbox in enumerate(inboxes):
-            mine = [group for group in sent if owner_of(group.prompt_id, 2) == shard]
-            got = wait_for(inbox, len(mine))
-            assert [g.prompt_id for g in got] == [g.prompt_id for g in mine]
-            assert inbox.refused == 0
+            arrivals = list(inbox.drain())
+            for name, groups in zip(("s0", "s1"), sent, strict=True):
+                mine = [a for a in arrivals if a.sender == name]
+                assert [a.sequence for a in mine] == list(range(len(mine)))
+                assert len(mine) > 3
+                assert_same(groups_of(mine), [g for g in groups if owner_of(g.prompt_id, 2) == shard])
+            assert (inbox.refused, inbox.corrupt, inbox.gaps, inbox.waiting_bytes) == (0, 0, 0, 0)
 
 
-def test_a_wrong_token_and_damaged_frames_are_refused_and_counted(caplog):
-    with receiver() as inbox, caplog.at_level(logging.ERROR):
-        stranger = RolloutSender([inbox.address], "of-another-run")
-        stranger.send(one_group())
-        stranger.close()
-        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(inbox.address)
-            for frames in ([b""], [TOKEN.encode()], *([TOKEN.encode(), *bad] for bad in DAMAGED.values())):
-                socket.send_multipart(frames)
-            socket.send_multipart([TOKEN.encode(), *GOOD])
-            (got,) = wait_for(inbox, 1 + 2 + len(DAMAGED) + 1)
-        assert inbox.refused == 1 + 2 + len(DAMAGED)
-        assert_same(got, one_group())
+def test_many_groups_travel_in_one_message_and_each_holds_about_batch_bytes():
+    groups = some_groups(30, tokens=100)
+    size = len(payload_of(groups[:1]))
+    with receiver() as inbox, sender_to(inbox.address, batch_bytes=10 * size) as outbox:
+        for group in groups:
+            outbox.send(group)
+        arrivals = take_all(inbox, outbox, 30)
+    assert_same(groups_of(arrivals), groups)
+    assert len(arrivals) <= 4
+    assert max(a.n_bytes for a in arrivals) < 12 * size
+
+
+def test_a_message_that_is_full_leaves_without_a_flush():
+    with receiver() as inbox, sender_to(inbox.address, batch_bytes=1) as outbox:
+        outbox.send(some_groups(1)[0])
+        until(lambda: inbox.waiting_bytes)
+
+
+def test_groups_come_back_as_they_were_from_memory():
+    pair = MemoryRollouts()
+    sent = some_groups(3)
+    pair.send(sent[0])
+    assert list(pair.drain()) == []
+    pair.send(sent[1])
+    pair.flush()
+    pair.send(sent[2])
+    assert pair.close() == 0
+    assert pair.room
+    waiting_bytes = pair.waiting_bytes
+    arrivals = list(pair.drain())
+    assert [a.batch.n_groups for a in arrivals] == [2, 1]
+    assert [(a.sender, a.sequence, a.end) for a in arrivals] == [("memory", 0, None), ("memory", 1, None)]
+    assert waiting_bytes == sum(a.n_bytes for a in arrivals) > pair.waiting_bytes == 0
+    assert_same(groups_of(arrivals), sent)
+    assert list(pair.drain()) == []
+
+
+# ---- draining
+
+
+def waiting_inbox(inbox: RolloutReceiver, messages: int) -> None:
+    with raw_socket(inbox.address) as socket:
+        for sequence in range(messages):
+            socket.send_multipart(message(sequence, payload_of(some_groups(1))))
+            while answer_on(socket).acknowledged <= sequence:
+                pass
+
+
+def test_drain_gives_at_least_one_and_stops_when_the_callers_time_is_over():
+    with receiver() as inbox:
+        assert list(inbox.drain(0.0)) == []
+        waiting_inbox(inbox, 3)
+        assert [a.sequence for a in inbox.drain(0.0)] == [0]
+        assert [a.sequence for a in inbox.drain(60.0)] == [1, 2]
+
+
+def test_what_arrives_during_a_drain_is_left_for_the_next():
+    with receiver() as inbox:
+        waiting_inbox(inbox, 1)
+        taking = inbox.drain()
+        assert next(taking).sequence == 0
+        with raw_socket(inbox.address) as socket:
+            socket.send_multipart(message(1, payload_of(some_groups(1))))
+            assert answer_on(socket).acknowledged == 2
+        assert list(taking) == []
+        assert [a.sequence for a in inbox.drain()] == [1]
+
+
+def test_an_arrival_is_taken_in_when_the_next_is_asked_for_or_the_drain_is_left():
+    with receiver() as inbox:
+        waiting_inbox(inbox, 3)
+        of_one = inbox.waiting_bytes // 3
+        taking = inbox.drain()
+        next(taking)
+        assert inbox.waiting_bytes == 3 * of_one
+        next(taking)
+        assert inbox.waiting_bytes == 2 * of_one
+        taking.close()
+        assert inbox.waiting_bytes == of_one
+        assert [a.sequence for a in inbox.drain()] == [2]
+
+
+# ---- what must not come through
+
+
+def test_repeated_and_reordered_messages_change_nothing():
+    payloads = [payload_of(some_groups(1, f"m{i}")) for i in range(4)]
+    log = ListLog()
+    with receiver(log=log) as inbox, raw_socket(inbox.address) as socket:
+        acknowledged = []
+        for sequence in (1, 0, 0, 2, 1, 3, 3, 0, 2, 1, 3):
+            socket.send_multipart(message(sequence, payloads[sequence]))
+            acknowledged.append(answer_on(socket).acknowledged)
+        assert acknowledged == [0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4]
+        assert (inbox.duplicates, inbox.gaps) == (3, 4)
+        arrivals = list(inbox.drain())
+    assert prompts_of(arrivals) == [f"m{i}-p0" for i in range(4)]
+    assert [a.end for a in arrivals] == [LogPosition(0, i) for i in range(1, 5)]
+    assert log.records == [("raw", i, p, xxhash.xxh3_64_intdigest(p)) for i, p in enumerate(payloads)]
+
+
+GOOD = payload_of(some_groups(1))
+STRANGE = {
+    "nothing": [b""],
+    "another token": message(0, GOOD, token="of-another-run"),
+    "no token": message(0, GOOD)[1:],
+    "a token alone": message(0, GOOD)[:1],
+    "a frame more": [*message(0, GOOD), b""],
+    "a head that is none": [TOKEN.encode(), b"head", GOOD],
+    "a negative number": message(-1, GOOD),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_what_is_not_of_this_run_is_refused_and_not_answered(what):
+    with receiver() as inbox, raw_socket(inbox.address) as socket:
+        socket.send_multipart(STRANGE[what])
+        until(lambda: inbox.refused == 1)
+        socket.send_multipart(message(0, GOOD))
+        assert answer_on(socket).acknowledged == 1  # the first answer of all
+        assert socket.poll(0) == 0
+        assert prompts_of(list(inbox.drain())) == ["s0-p0"]
+        assert (inbox.refused, inbox.corrupt) == (1, 0)
+
+
+def test_a_searcher_of_another_run_is_refused():
+    with receiver() as inbox, sender_to(inbox.address, token="of-another-run") as outbox:
+        outbox.send(some_groups(1)[0])
+        outbox.flush()
+        until(lambda: inbox.refused)
+        assert list(inbox.drain()) == []
+        assert outbox.close(linger_s=0.0) == 2
+
+
+def test_a_damaged_message_is_not_acknowledged_and_comes_again():
+    with receiver() as inbox, raw_socket(inbox.address) as socket:
+        damaged = GOOD[:-9] + bytes([GOOD[-9] ^ 1]) + GOOD[-8:]
+        socket.send_multipart(message(0, damaged, checksum=xxhash.xxh3_64_intdigest(GOOD)))
+        until(lambda: inbox.corrupt == 1)
+        socket.send_multipart(message(0, GOOD))
+        assert answer_on(socket).acknowledged == 1
+        assert socket.poll(0) == 0
+        assert (inbox.corrupt, inbox.refused, inbox.gaps) == (1, 0, 0)
+
+
+def test_a_whole_message_that_is_no_batch_is_refused_and_out_of_the_way():
+    log = ListLog()
+    with receiver(log=log, window_bytes=8) as inbox, raw_socket(inbox.address) as socket:
+        socket.send_multipart(message(0, b"no batch of rollouts"))
+        assert answer_on(socket) == Answer(1, 1)  # it holds no credit
+        assert (inbox.refused, inbox.waiting_bytes, log.records) == (1, 0, [])
+        socket.send_multipart(message(0, b"no batch of rollouts"))
+        assert answer_on(socket).acknowledged == 1
+        socket.send_multipart(message(1, GOOD))
+        assert answer_on(socket).acknowledged == 2
+        assert (inbox.refused, inbox.duplicates) == (1, 1)
+        assert prompts_of(list(inbox.drain())) == ["s0-p0"]
+
+
+@pytest.mark.parametrize("tokens", [3, 40_000])
+def test_columns_of_arrivals_are_aligned_whatever_zeromq_did(tokens):
+    with receiver() as inbox, sender_to(inbox.address, name="s") as outbox:
+        for i, group in enumerate(some_groups(9, tokens=tokens)):
+            outbox.send(group)
+            if i % 3:
+                outbox.flush()
+        for arrival in take_all(inbox, outbox, 9):
+            assert arrival.batch.token_ids_T.flags.aligned
+            assert arrival.batch.reward_S.flags.aligned
+
+
+# ---- credit
+
+
+def test_a_shard_that_takes_nothing_in_holds_a_window_and_its_senders_have_no_room():
+    groups = {name: some_groups(200, name, tokens=50) for name in ("s0", "s1")}
+    n_bytes = len(payload_of(groups["s0"][:1]))
+    window_bytes = 20 * n_bytes
+    options = {"batch_bytes": 3 * n_bytes, "resend_s": 0.02}
+    with (
+        receiver(window_bytes=window_bytes) as inbox,
+        sender_to(inbox.address, name="s0", **options) as first,
+        sender_to(inbox.address, name="s1", **options) as second,
+    ):
+        outboxes = {"s0": first, "s1": second}
+        left = {name: list(groups[name]) for name in groups}
+
+        def turn() -> None:
+            for name, outbox in outboxes.items():
+                outbox.flush()
+                if outbox.room and left[name]:
+                    outbox.send(left[name].pop(0))
+
+        until(lambda: not (first.room or second.room), turn)
+        for _ in range(100):  # some of them resends and questions: none may get through
+            turn()
+            time.sleep(0.002)
+        assert not first.room
+        assert not second.room
+        assert window_bytes / 2 < inbox.waiting_bytes <= window_bytes + 2 * 4 * n_bytes
+        assert min(len(rest) for rest in left.values()) > 100
+        got = list(inbox.drain())
+        until(lambda: first.room and second.room, turn)
+
+        def go_on() -> None:
+            turn()
+            got.extend(inbox.drain())
+
+        until(lambda: sum(a.batch.n_groups for a in got) >= 400, go_on)
+        for name in groups:
+            assert_same(groups_of([a for a in got if a.sender == name]), groups[name])
+
+
+def answer_as_shard(router: zmq.Socket, answer: Answer | bytes) -> list[bytes]:
+    """Receive one message as a shard would, and answer it; its frames after the token."""
+    assert router.poll(60_000), "no message"
+    peer, token, *frames = router.recv_multipart()
+    assert token == TOKEN.encode()
+    router.send_multipart([peer, answer if isinstance(answer, bytes) else msgspec.msgpack.encode(answer)])
+    return frames
+
+
+@contextmanager
+def raw_shard():
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind("tcp://127.0.0.1:*")
+        yield router, router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def flush_until_heard(outbox: RolloutSender, router: zmq.Socket) -> None:
+    until(lambda: router.poll(0), outbox.flush)
+
+
+def test_a_sender_whose_credit_was_lost_on_the_way_asks_for_it():
+    now_s = [0.0]
+    with raw_shard() as (router, address), sender_to(address, clock=lambda: now_s[0], batch_bytes=1) as outbox:
+        for group in some_groups(2):
+            outbox.send(group)
+        assert len(answer_as_shard(router, Answer(1, 0))) == 2
+        until(lambda: outbox._lanes[0].outbound.n_unacknowledged == 0, outbox.flush)
+        now_s[0] = 11.0
+        outbox.flush()
+        (head,) = answer_as_shard(router, Answer(1, 1))  # a question: no payload
+        assert msgspec.msgpack.decode(head, type=Head) == Head("s0", 1, 0)
+        flush_until_heard(outbox, router)
+        assert len(answer_as_shard(router, Answer(2, 1))) == 2
+
+
+def test_a_question_is_answered_and_changes_nothing():
+    with receiver(delivered={"raw": 5}, window_bytes=80) as inbox, raw_socket(inbox.address) as socket:
+        socket.send_multipart(message(7, b"")[:2])
+        assert answer_on(socket) == Answer(5, 10)
+        socket.send_multipart([TOKEN.encode(), msgspec.msgpack.encode(Head("unheard of", 0, 0))])
+        assert answer_on(socket) == Answer(0, 10)
+        assert (inbox.gaps, inbox.duplicates, inbox.refused) == (0, 0, 0)
+
+
+def test_an_answer_that_is_none_is_passed_over(caplog):
+    now_s = [0.0]
+    with raw_shard() as (router, address), sender_to(address, clock=lambda: now_s[0], batch_bytes=1) as outbox:
+        outbox.send(some_groups(1)[0])
+        first = answer_as_shard(router, b"no answer")
+        until(lambda: "an answer to rollouts that is none" in caplog.text, outbox.flush)
+        now_s[0] = 11.0
+        outbox.flush()
+        assert answer_as_shard(router, Answer(1, 1)) == first  # it was sent again
+        assert outbox.close(linger_s=60.0) == 0
+
+
+def test_rollouts_without_acknowledgement_are_told(caplog):
+    with raw_shard() as (_, address), sender_to(address, batch_bytes=1) as outbox, caplog.at_level(logging.WARNING):
+        for group in some_groups(3):  # one was sent, two wait for credit
+            outbox.send(group)
+        assert outbox.close(linger_s=0.01) == 6
+    assert "6 rollouts were not acknowledged within 0.01 s" in caplog.text
+
+
+def test_closing_waits_for_credit_too():
+    with raw_shard() as (router, address):
+
+        def shard() -> None:
+            sequence, payload = 0, []
+            while not (sequence == 1 and payload):
+                assert router.poll(60_000), "no message"
+                peer, _, head, *payload = router.recv_multipart()
+                sequence = msgspec.msgpack.decode(head, type=Head).sequence
+                answer = Answer(sequence + 1, 0) if payload else Answer(sequence, 1)
+                router.send_multipart([peer, msgspec.msgpack.encode(answer)])
+
+        outbox = RolloutSender([address], TOKEN, "s0", resend_s=0.01, batch_bytes=1)
+        thread = threading.Thread(target=shard)
+        thread.start()
+        for group in some_groups(2):
+            outbox.send(group)
+        assert outbox.close(linger_s=60.0) == 0
+        thread.join()
+
+
+# ---- the log
+
+
+def test_a_log_that_fails_ends_the_receiving_and_the_sender_keeps_its_messages():
+    log = ListLog()
+    with receiver(log=log) as inbox, sender_to(inbox.address, batch_bytes=1) as outbox:
+        first, second = some_groups(2)
+        outbox.send(first)
+        until(lambda: inbox.waiting_bytes, outbox.flush)
+        log.fault = TbaError("disk full")
+        outbox.send(second)
+        until(lambda: not inbox._threads[0].is_alive(), outbox.flush)
+        for _ in range(2):
+            with pytest.raises(TbaError, match="disk full"):
+                list(inbox.drain())
+        assert outbox.close(linger_s=0.1) == 2
+        assert [sequence for _, sequence, _, _ in log.records] == [0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_of_the_receiving_thread_reaches_the_trainer():
+    log = ListLog()
+    log.fault = ZeroDivisionError()
+    with receiver(log=log) as inbox, raw_socket(inbox.address) as socket:
+        socket.send_multipart(message(0, GOOD))
+        until(lambda: not inbox._threads[0].is_alive())
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="a thread that receives rollouts has ended"):
+                list(inbox.drain())
+
+
+def test_a_log_is_synced_after_something_was_written_and_only_then():
+    log = ListLog()
+    with receiver(log=log, fsync_every_s=0.005) as inbox, raw_socket(inbox.address) as socket:
+        for sequence in range(3):
+            socket.send_multipart(message(sequence, GOOD))
+            until(lambda n=sequence + 1: log.syncs and log.syncs[-1] == n)
+            time.sleep(0.02)
+        assert log.syncs == [1, 2, 3]
+
+
+def test_a_log_is_not_synced_where_nobody_asked_for_it():
+    log = ListLog()
+    with receiver(log=log) as inbox, raw_socket(inbox.address) as socket:
+        socket.send_multipart(message(0, GOOD))
+        answer_on(socket)
+        socket.send_multipart(message(1, GOOD))
+        answer_on(socket)
+        assert log.syncs == []
+
+
+def test_a_failed_sync_reaches_the_trainer_and_ends_the_receiving():
+    class Unsyncable(ListLog):
+        def sync(self) -> None:
+            raise TbaError("disk full")
+
+    log = Unsyncable()
+    with receiver(log=log, fsync_every_s=0.001) as inbox, raw_socket(inbox.address) as socket:
+        socket.send_multipart(message(0, GOOD))
+        answer_on(socket)
+        until(lambda: inbox._fault)
+        socket.send_multipart(message(1, GOOD))
+        until(lambda: not inbox._threads[0].is_alive())
+        assert len(log.records) == 1
+        with pytest.raises(TbaError, match="disk full"):
+            list(inbox.drain())
+
+
+# ---- what a sender survives
+
+
+class DiesAfterWriting(ListLog):
+    """As a receiver that is killed between writing a message and acknowledging it."""
+
+    def append(self, *record) -> LogPosition:
+        end = super().append(*record)
+        if len(self.records) == 3:
+            raise TbaError("killed")
+        return end
+
+
+def test_a_receiver_that_begins_anew_with_its_log_gets_the_rest_and_nothing_twice():
+    groups = some_groups(8)
+    log = DiesAfterWriting()
+    with receiver(log=log) as inbox, sender_to(inbox.address, batch_bytes=1, resend_s=0.02) as outbox:
+        for group in groups[:3]:
+            outbox.send(group)
+        until(lambda: not inbox._threads[0].is_alive(), outbox.flush)
+        port = int(inbox.address.rpartition(":")[2])
+        inbox.close()
+        for group in groups[3:]:  # into the void
+            outbox.send(group)
+            outbox.flush()
+        after = ListLog()
+        delivered = {sender: sequence + 1 for sender, sequence, _, _ in log.records}
+        assert delivered == {"s0": 3}
+        with receiver(port=port, log=after, delivered=delivered) as again:
+            take_all(again, outbox, 5)
+            assert outbox.close(linger_s=60.0) == 0
+            assert again.duplicates > 0
+    written = log.records + after.records
+    assert [sequence for _, sequence, _, _ in written] == list(range(8))
+    assert [payload for _, _, payload, _ in written] == [payload_of([group]) for group in groups]
+
+
+class CuttingProxy:
+    """Forwards connections to a port, each until so many bytes have passed; what was under way is lost."""
+
+    def __init__(self, port: int, budgets: list[int]) -> None:
+        self._port, self._budgets = port, budgets
+        self._listener = socketlib.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.cuts = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for budget in self._budgets:
+            here, _ = self._listener.accept()
+            there = socketlib.create_connection(("127.0.0.1", self._port))
+            with here, there:
+                self._forward(here, there, budget)
+            self.cuts += 1
+
+    def _forward(self, here, there, budget: int) -> None:
+        while budget > 0:
+            for end in select.select([here, there], [], [])[0]:
+                data = end.recv(min(budget, 4096))
+                if not data:
+                    return
+                budget -= len(data)
+                (there if end is here else here).sendall(data)
+
+    def close(self) -> None:
+        self._thread.join(60)
+        self._listener.close()
+
+
+def test_connections_that_break_lose_and_repeat_nothing():
+    groups = some_groups(60, tokens=200)
+    with receiver() as inbox:
+        proxy = CuttingProxy(int(inbox.address.rpartition(":")[2]), [3000, 10_000, 30_001, 20_002, 1 << 30])
+        with sender_to(proxy.address, batch_bytes=3000, resend_s=0.05) as outbox:
+            for group in groups:
+                outbox.send(group)
+            arrivals = take_all(inbox, outbox, 60)
+            assert outbox.close(linger_s=60.0) == 0
+        proxy.close()
+    assert_same(groups_of(arrivals), groups)
+    assert proxy.cuts == 5  # the last by the sender that closed
+    assert inbox.corrupt == inbox.refused == 0
+
+
+def serve(inbox_made: int, n_groups: int) -> None:
+    """Receive in a process of its own: writes the address, then the prompts that arrived."""
+    inbox = RolloutReceiver("127.0.0.1", TOKEN, window_bytes=20_000)
+    os.write(inbox_made, f"{inbox.address}\n".encode())
+    got: list[str] = []
+    until(lambda: len(got) >= n_groups, lambda: got.extend(prompts_of(list(inbox.drain()))))
+    os.write(inbox_made, "".join(f"{prompt_id}\n" for prompt_id in got).encode())
+    time.sleep(60)  # the acknowledgements; ended from outside
+
+
+def test_a_receiver_that_stands_still_for_a_while_gets_all_once():
+    groups = some_groups(100, tokens=50)
+    out, inbox_made = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            serve(inbox_made, len(groups))
+        finally:
+            os._exit(1)
+    try:
+        with os.fdopen(out) as lines:
+            address = lines.readline().strip()
+            with sender_to(address, batch_bytes=1000, resend_s=0.01) as outbox:
+                outbox.send(groups[0])
+                until(lambda: not outbox._unsafe(), outbox.flush)
+                os.kill(pid, signal.SIGSTOP)
+                for group in groups[1:]:
+                    outbox.send(group)
+                    outbox.flush()
+                    time.sleep(0.001)
+                assert not outbox.room
+                os.kill(pid, signal.SIGCONT)
+                assert outbox.close(linger_s=60.0) == 0
+            assert [lines.readline().strip() for _ in groups] == [group.prompt_id for group in groups]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(inbox_made)
 
 
 def test_a_host_that_is_not_here_is_named():

@@ -20,7 +20,7 @@ from tba_megatron.config_sections import CopyTask, FakeEngineConfig
 from tba_megatron.errors import TransportError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.fake_engine import FakeEngine
-from tba_megatron.search.searcher import TRAINER_GONE, Searcher
+from tba_megatron.search.searcher import TRAINER_GONE, Searcher, new_name
 from tba_megatron.tasks.registry import make_task
 from tba_megatron.transport.control import ControlClient, ControlServer
 from tba_megatron.transport.memory import MemoryControl, MemoryRollouts
@@ -40,7 +40,8 @@ from tba_megatron.transport.messages import (
     Welcome,
 )
 from tba_megatron.transport.registry import PromptLeases
-from tba_megatron.transport.rollouts import RolloutReceiver, RolloutSender
+from tba_megatron.transport.rollout_sender import RolloutSender
+from tba_megatron.transport.rollouts import RolloutInbox, RolloutReceiver
 from tba_megatron.types import PolicyVersion, RolloutGroup, RolloutId, StopReason
 
 MODEL = Path(__file__).parents[2] / "configs" / "tiny_qwen2"
@@ -95,7 +96,7 @@ def fake_engine(weights: Path, kind: type[FakeEngine] = FakeEngine, **config) ->
     return kind(weights, FakeEngineConfig(**config), version=V0, seed=0, answer=right_answer)
 
 
-def searcher_of(config: Config, engine: FakeEngine, control, connect=RolloutSender, task=TASK) -> Searcher:
+def searcher_of(config: Config, engine: FakeEngine, control, connect=RolloutSender, task=TASK, name="me") -> Searcher:
     return Searcher(
         config=config,
         engine=engine,
@@ -103,7 +104,7 @@ def searcher_of(config: Config, engine: FakeEngine, control, connect=RolloutSend
         tokenizer=TOKENIZER,
         control=control,
         token=TOKEN,
-        name="me",
+        name=name,
         host="here",
         connect=connect,
     )
@@ -152,11 +153,15 @@ class Ran:
     groups: list[RolloutGroup]
 
 
+def groups_of(inbox: RolloutInbox) -> list[RolloutGroup]:
+    return [group for arrival in inbox.drain() for group in arrival.batch.groups()]
+
+
 def run_here(config: Config, engine: FakeEngine, control: Script, *, task=TASK) -> Ran:
     rollouts = MemoryRollouts()
-    searcher = searcher_of(config, engine, control, lambda shards, token: rollouts, task)
+    searcher = searcher_of(config, engine, control, lambda shards, token, name: rollouts, task)
     code = searcher.run()
-    return Ran(code, searcher, list(rollouts.drain()))
+    return Ran(code, searcher, groups_of(rollouts))
 
 
 def assert_whole(ran: Ran, prompts: int) -> None:
@@ -189,7 +194,7 @@ def test_what_was_generated_is_counted_before_it_is_sent(weights, handlers):
             counts.append((searcher.generated, group.rollouts[-1].rollout_id.sequence + 1))
 
     control = until(6 * S, prompts=6)
-    searcher = searcher_of(config_of(), fake_engine(weights), control, lambda shards, token: Watched())
+    searcher = searcher_of(config_of(), fake_engine(weights), control, lambda shards, token, name: Watched())
     searcher.run()
     assert counts == [(S * i, S * i) for i in range(1, 7)]
 
@@ -298,6 +303,73 @@ def test_an_evaluation_of_a_version_that_has_not_arrived_waits(weights, handlers
     assert_whole(ran, 2)
 
 
+class Crowded(MemoryRollouts):
+    """Has room again only after some turns without anything new in the engine."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.turns, self.in_engine, self.engine = turns, [], None
+        self.room_asked = 0
+
+    @property
+    def room(self) -> bool:
+        self.room_asked += 1
+        self.in_engine.append(self.engine.n_unfinished)
+        return self.room_asked > self.turns
+
+
+def test_a_searcher_without_room_takes_no_prompt_and_is_idle_and_goes_on_later(weights, handlers):
+    control = until(4 * S, prompts=4)
+    engine, rollouts = fake_engine(weights), Crowded(turns=3)
+    rollouts.engine = engine
+    config = config_of(transport={"heartbeat_s": 1e-9})
+    searcher = searcher_of(config, engine, control, lambda shards, token, name: rollouts)
+    assert searcher.run() == 0
+    assert rollouts.in_engine[:4] == [0] * 4
+    crowded = control.heard_of(Heartbeat)[:3]
+    assert all(beat.busy_s == 0 for beat in crowded)
+    assert crowded[0].idle_s < crowded[1].idle_s < crowded[2].idle_s
+    assert_whole(Ran(0, searcher, groups_of(rollouts)), 4)
+
+
+def test_what_was_generated_leaves_while_an_evaluation_runs(weights, handlers):
+    class Watched(MemoryRollouts):
+        flushes = 0
+
+        def flush(self) -> None:
+            self.flushes += 1
+            super().flush()
+
+    class Slow(FakeEngine):
+        def step(self):
+            flushes.append(rollouts.flushes)
+            return super().step()
+
+    flushes: list[int] = []
+    rollouts = Watched()
+    control = until(2 * S, prompts=2, then=[Evaluate(version="0.0")])
+    config = config_of(evaluation={"problems": 12})
+    searcher = searcher_of(config, fake_engine(weights, Slow), control, lambda shards, token, name: rollouts)
+    searcher.run()
+    assert len(control.heard_of(Evaluated)) == 1
+    assert len(flushes) > 3
+    assert flushes == list(range(len(flushes)))
+
+
+def test_the_goodbye_follows_the_acknowledgements(weights, handlers):
+    said = []
+
+    class Watched(MemoryRollouts):
+        def close(self, linger_s: float = 0.0) -> int:
+            said.append(control.heard_of(Goodbye))
+            return super().close(linger_s)
+
+    control = until(2 * S, prompts=2)
+    searcher_of(config_of(), fake_engine(weights), control, lambda shards, token, name: Watched()).run()
+    assert said == [[]]
+    assert isinstance(control.heard[-1], Goodbye)
+
+
 def test_a_refusal_says_why(weights, handlers):
     control = Script(lambda message: [Refused(reason="the token is not this run's")])
     with pytest.raises(TransportError, match="refused this searcher: the token is not this run's"):
@@ -350,7 +422,7 @@ class Trainer:
         self._closed = False
 
     def receive(self) -> None:
-        new = list(self.receiver.drain())
+        new = groups_of(self.receiver)
         self.arrived += new
         for group in new:
             self.control.note(arrived={group.lease: 1}, fresh_groups=0)
@@ -420,7 +492,8 @@ def exit_code(pid: int, limit_s: float = 20.0) -> int:
 def search(address: str, weights: Path, **overrides) -> Callable[[], int]:
     def run() -> int:
         engine = fake_engine(weights)
-        return searcher_of(config_of(**overrides), engine, ControlClient(address)).run()
+        name = new_name("here")  # each is another incarnation
+        return searcher_of(config_of(**overrides), engine, ControlClient(address), name=name).run()
 
     return run
 

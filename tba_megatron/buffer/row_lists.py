@@ -1,0 +1,136 @@
+"""Many growing lists of row numbers in one array: the indices of a shard.
+
+A list keeps the order in which rows were appended. Each list has a region of a power of two of slots; a removed row
+leaves a hole, and a list is written anew when it is full. A row is in at most one list of a ``RowLists``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tba_megatron.rollout_batch import Ints, ranges
+
+_HOLE = -1
+_SMALLEST = 4  # slots
+
+
+class RowLists:
+    """Lists are numbered from 0; a number exists once something was appended to it, and ``size`` counts its rows."""
+
+    def __init__(self) -> None:
+        self._slots = np.full(1024, _HOLE, np.int32)
+        self._tail = 0  # slots from here on were never part of a region
+        self._free: dict[int, list[int]] = {}  # starts of free regions, by capacity
+        self._slot_of_row = np.zeros(1024, np.int64)
+        self._start, self._filled, self._head = (np.zeros(64, np.int64) for _ in range(3))
+        self._capacity, self.size = (np.zeros(64, np.int64) for _ in range(2))
+
+    def append(self, lists: npt.NDArray[np.integer], rows: npt.NDArray[np.integer]) -> None:
+        """``rows[i]`` to the list ``lists[i]``, in this order."""
+        if not len(rows):
+            return
+        self._reach(int(lists.max()), int(rows.max()))
+        numbers, inverse, counts = np.unique(lists, return_inverse=True, return_counts=True)
+        full = self._filled[numbers] + counts > self._capacity[numbers]
+        self._make_room(numbers[full], counts[full])
+        order = np.argsort(inverse, kind="stable")
+        slots = ranges(self._start[numbers] + self._filled[numbers], counts)
+        self._slots[slots] = rows[order]
+        self._slot_of_row[rows[order]] = slots
+        self._filled[numbers] += counts
+        self.size[numbers] += counts
+
+    def remove(self, lists: npt.NDArray[np.integer], rows: npt.NDArray[np.integer]) -> None:
+        """``rows[i]`` from the list ``lists[i]``, which holds it. An empty list gives its region back."""
+        self._slots[self._slot_of_row[rows]] = _HOLE
+        np.subtract.at(self.size, lists, 1)
+        touched = np.unique(lists)
+        for number in touched[self.size[touched] == 0].tolist():
+            self._release(int(self._start[number]), int(self._capacity[number]))
+            self._start[number] = self._filled[number] = self._head[number] = self._capacity[number] = 0
+
+    def gather(self, lists: npt.NDArray[np.integer]) -> tuple[Ints, Ints]:
+        """(rows of each list, end to end and in order; how many each has)."""
+        if len(lists) and int(np.max(lists)) >= len(self.size):
+            self._reach(int(np.max(lists)), 0)
+        head = self._head[lists]
+        rows = self._slots[ranges(self._start[lists] + head, self._filled[lists] - head)]
+        sizes = self.size[lists]
+        if len(rows) != sizes.sum():
+            rows = rows[rows != _HOLE]
+        return rows.astype(np.int64), sizes
+
+    def first(self, number: int, n: int) -> Ints:
+        """The first ``n`` rows of a list, or all of them."""
+        start, filled, head = int(self._start[number]), int(self._filled[number]), int(self._head[number])
+        region = self._slots[start : start + filled]
+        while head < filled and region[head] == _HOLE:  # what was removed from the front is passed over once
+            step = region[head : head + 4096]
+            alive = np.flatnonzero(step != _HOLE)
+            head += int(alive[0]) if len(alive) else len(step)
+        self._head[number] = head
+        wanted, width = min(n, int(self.size[number])), n
+        while True:
+            part = region[head : head + width]
+            rows = part[part != _HOLE]
+            if len(rows) >= wanted:
+                return rows[:wanted].astype(np.int64)
+            width *= 2
+
+    def _reach(self, last_list: int, last_row: int) -> None:
+        if last_list >= len(self.size):
+            more = max(last_list + 1 - len(self.size), len(self.size))
+            for name in ("_start", "_filled", "_head", "_capacity", "size"):
+                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, np.int64)]))
+        if last_row >= len(self._slot_of_row):
+            more = max(last_row + 1 - len(self._slot_of_row), len(self._slot_of_row) // 2)
+            self._slot_of_row = np.concatenate([self._slot_of_row, np.zeros(more, np.int64)])
+
+    def _make_room(self, numbers: npt.NDArray[np.integer], counts: Ints) -> None:
+        new = self._capacity[numbers] == 0
+        self._begin(numbers[new], counts[new])
+        for number, count in zip(numbers[~new].tolist(), counts[~new].tolist(), strict=True):
+            start, capacity = int(self._start[number]), int(self._capacity[number])
+            rows = self._slots[start : start + self._filled[number]]
+            rows = rows[rows != _HOLE]
+            if 4 * (len(rows) + count) > 3 * capacity:
+                needed = len(rows) + count
+                room = _power_of_two(needed + needed // 4)
+                target = self._take(room, 1)[0]
+                self._release(start, capacity)
+                self._start[number], self._capacity[number] = target, room
+            target = int(self._start[number])
+            self._slots[target : target + len(rows)] = rows
+            self._slot_of_row[rows] = np.arange(target, target + len(rows))
+            self._filled[number], self._head[number] = len(rows), 0
+
+    def _begin(self, numbers: npt.NDArray[np.integer], counts: Ints) -> None:
+        """Regions for lists that have none."""
+        capacities = np.array([_power_of_two(count) for count in counts.tolist()], np.int64)
+        for capacity in np.unique(capacities).tolist():
+            chosen = numbers[capacities == capacity]
+            self._start[chosen] = self._take(capacity, len(chosen))
+            self._capacity[chosen] = capacity
+
+    def _take(self, capacity: int, n: int) -> list[int]:
+        """Starts of ``n`` regions."""
+        free = self._free.get(capacity, [])
+        n_free = min(n, len(free))
+        taken = free[len(free) - n_free :]
+        del free[len(free) - n_free :]
+        fresh = n - n_free
+        end = self._tail + fresh * capacity
+        if end > len(self._slots):
+            more = max(end - len(self._slots), len(self._slots) // 2)
+            self._slots = np.concatenate([self._slots, np.full(more, _HOLE, np.int32)])
+        taken += range(self._tail, end, capacity)
+        self._tail = end
+        return taken
+
+    def _release(self, start: int, capacity: int) -> None:
+        self._free.setdefault(capacity, []).append(start)
+
+
+def _power_of_two(n: int) -> int:
+    return max(_SMALLEST, 1 << (n - 1).bit_length())
