@@ -28,7 +28,7 @@ class Incoming:
         ends = 4 * offsets(batch.length_S)
         self._starts, self._ends = ends[:-1][valid].tolist(), ends[1:][valid].tolist()
         self._bytes = np.ascontiguousarray(batch.token_ids_T).view(np.uint8).data
-        keys = [prompt_key(prompt_id) for prompt_id in batch.prompt_ids]
+        self.prompt_keys = keys = [prompt_key(prompt_id) for prompt_id in batch.prompt_ids]  # [G]
         self.content = content_hashes(self._bytes, self._starts, self._ends, [keys[g] for g in self.group.tolist()])
 
     def tokens(self, i: int) -> memoryview:
@@ -69,9 +69,13 @@ def deduplicate(incoming: Incoming, found: Ints, rows: RowColumns) -> Kept:
     reference_version = incoming.batch.reference_version_S[incoming.valid]
     replaced: list[int] = []
     repeated: list[int] = []
-    _, inverse, counts = np.unique(incoming.content, return_inverse=True, return_counts=True)
+    ordered = np.sort(incoming.content)
+    suspects = found >= 0
+    if (ordered[1:] == ordered[:-1]).any():
+        _, inverse, counts = np.unique(incoming.content, return_inverse=True, return_counts=True)
+        suspects |= counts[inverse] > 1
     holders: dict[tuple[str, bytes], int] = {}  # by content: a rollout of this batch, or ~row of a held one
-    for i in np.flatnonzero((found >= 0) | (counts[inverse] > 1)).tolist():
+    for i in np.flatnonzero(suspects).tolist():
         content = (incoming.batch.prompt_ids[incoming.group[i]], incoming.tokens(i).tobytes())
         holder = holders.get(content, ~int(found[i]) if found[i] >= 0 else None)
         if holder is None:

@@ -27,8 +27,8 @@ content_hash: Callable[[memoryview, int], int] = xxhash.xxh3_64_intdigest
 
 def content_hashes(tokens: memoryview, starts: Iterable[int], ends: Iterable[int], keys: Iterable[int]) -> Hashes:
     """The hash of each completion, which are the bytes ``starts`` to ``ends`` of ``tokens``."""
-    hashed = content_hash
-    return np.fromiter((hashed(tokens[a:b], key) for a, b, key in zip(starts, ends, keys, strict=True)), np.uint64)
+    completions = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+    return np.array(list(map(content_hash, completions, keys)), np.uint64)
 
 
 class ContentIndex:

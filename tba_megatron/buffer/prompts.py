@@ -68,11 +68,12 @@ class PromptTable:
     def begin(
         self,
         prompt_ids: Sequence[str],
+        keys: Sequence[int],
         tokens: TokenIds,
         lengths: npt.NDArray[np.integer],
         trained_visits: npt.NDArray[np.integer] | int = -1,
     ) -> Ints:
-        """Numbers for prompts that have none; ``tokens`` are those of all, end to end."""
+        """Numbers for prompts that have none; ``keys`` are of ``prompt_key``, ``tokens`` those of all, end to end."""
         numbers = np.empty(len(prompt_ids), np.int64)
         for i, prompt_id in enumerate(prompt_ids):
             if not self._free:
@@ -82,7 +83,7 @@ class PromptTable:
             self._ids[number] = prompt_id
             self._numbers[prompt_id] = numbers[i] = number
         self._reach(len(self._ids))
-        self.key[numbers] = [prompt_key(prompt_id) for prompt_id in prompt_ids]
+        self.key[numbers] = np.array(keys, np.uint64)
         self.trained_visit[numbers] = trained_visits
         self.n_fresh_rows[numbers] = 0
         self.length[numbers] = lengths

@@ -31,13 +31,16 @@ class RowLists:
         if not len(rows):
             return
         self._reach(int(lists.max()), int(rows.max()))
-        numbers, inverse, counts = np.unique(lists, return_inverse=True, return_counts=True)
+        first = np.flatnonzero(np.diff(lists, prepend=-1))
+        numbers, counts = lists[first], np.diff(first, append=len(lists))
+        if len(set(numbers.tolist())) < len(numbers):  # rows of one list do not lie together
+            numbers, counts = np.unique(lists, return_counts=True)
+            rows = rows[np.argsort(lists, kind="stable")]
         full = self._filled[numbers] + counts > self._capacity[numbers]
         self._make_room(numbers[full], counts[full])
-        order = np.argsort(inverse, kind="stable")
         slots = ranges(self._start[numbers] + self._filled[numbers], counts)
-        self._slots[slots] = rows[order]
-        self._slot_of_row[rows[order]] = slots
+        self._slots[slots] = rows
+        self._slot_of_row[rows] = slots
         self._filled[numbers] += counts
         self.size[numbers] += counts
 
@@ -96,7 +99,7 @@ class RowLists:
             rows = rows[rows != _HOLE]
             if 4 * (len(rows) + count) > 3 * capacity:
                 needed = len(rows) + count
-                room = _power_of_two(needed + needed // 4)
+                room = int(_powers_of_two(np.array([needed + needed // 4]))[0])
                 target = self._take(room, 1)[0]
                 self._release(start, capacity)
                 self._start[number], self._capacity[number] = target, room
@@ -107,7 +110,9 @@ class RowLists:
 
     def _begin(self, numbers: npt.NDArray[np.integer], counts: Ints) -> None:
         """Regions for lists that have none."""
-        capacities = np.array([_power_of_two(count) for count in counts.tolist()], np.int64)
+        if not len(numbers):
+            return
+        capacities = _powers_of_two(counts)
         for capacity in np.unique(capacities).tolist():
             chosen = numbers[capacities == capacity]
             self._start[chosen] = self._take(capacity, len(chosen))
@@ -132,5 +137,5 @@ class RowLists:
         self._free.setdefault(capacity, []).append(start)
 
 
-def _power_of_two(n: int) -> int:
-    return max(_SMALLEST, 1 << (n - 1).bit_length())
+def _powers_of_two(at_least: Ints) -> Ints:
+    return 1 << np.ceil(np.log2(np.maximum(at_least, _SMALLEST))).astype(np.int64)

@@ -266,7 +266,7 @@ def _something(total: int) -> int:
 def _successive(weights: Floats64, keys: Keys, round_: int, seed: int) -> tuple[Floats64, Keys]:
     """(first, tie) that order prompts as successive draws by the logarithms ``weights`` would."""
     hashes = keyed.hashed(seed, _PROMPTS, round_, keys)
-    return -(weights + keyed.gumbel(hashes)), ~hashes
+    return -(weights + keyed.gumbel(hashes)), hashes
 
 
 def _untrained(shard: ReplayShard, prompts: Ints) -> tuple[Ints, Ints]:

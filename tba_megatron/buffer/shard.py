@@ -167,7 +167,8 @@ class ReplayShard:
             self.rows.copies[rows] = kept.copies
             self.rows.reference[rows], self.rows.reference_version[rows] = kept.reference, kept.reference_version
             self._remove(kept.replaced, _S.DUPLICATE)  # after what replaces it: its prompt stays
-            self.evict(np.unique(self.rows.prompt[rows]))
+            prompts = self.rows.prompt[rows]
+            self.evict(np.unique(prompts[_runs(prompts)]))
         self.next_arrival += batch.n_rollouts
         self.payload.compact()
 
@@ -244,8 +245,9 @@ class ReplayShard:
     def index_rows(self, rows: Ints) -> None:
         """Rows whose columns are set become part of the shard, in the order of ``rows``."""
         r = self.rows
-        codes, inverse = np.unique(r.version[rows], return_inverse=True)
-        r.version_list[rows] = np.array([self._list_of(code) for code in codes.tolist()], np.int32)[inverse]
+        starts = _runs(r.version[rows])
+        lists = np.array([self._list_of(code) for code in r.version[rows[starts]].tolist()], np.int32)
+        r.version_list[rows] = np.repeat(lists, np.diff(starts, append=len(rows)))
         self._of_version.append(r.version_list[rows], rows)
         self._of_prompt.append(r.prompt[rows], rows)
         self._index.insert(r.content[rows], rows)
@@ -255,8 +257,9 @@ class ReplayShard:
         self._held += len(rows)
 
     def _count_in_segments(self, rows: Ints, sign: int) -> None:
-        segments, counts = np.unique(self.rows.segment[rows], return_counts=True)
-        for segment, n in zip(segments.tolist(), counts.tolist(), strict=True):
+        segments = self.rows.segment[rows]
+        starts = _runs(segments)
+        for segment, n in zip(segments[starts].tolist(), np.diff(starts, append=len(rows)).tolist(), strict=True):
             self._in_segment[segment] += sign * n
             if self._in_segment[segment] == 0:
                 del self._in_segment[segment]
@@ -271,7 +274,8 @@ class ReplayShard:
         new = np.array(list(first_of.values()), np.int64)
         tokens = take(batch.prompt_tokens, batch.prompt_length_G, new)
         number_G = np.full(batch.n_groups, -1, np.int64)
-        number_G[new] = self.prompts.begin(list(first_of), tokens, batch.prompt_length_G[new])
+        keys = [incoming.prompt_keys[g] for g in first_of.values()]
+        number_G[new] = self.prompts.begin(list(first_of), keys, tokens, batch.prompt_length_G[new])
         number_G[np.unique(group[numbers < 0])] = number_G[begin]
         return np.where(numbers < 0, number_G[group], numbers)
 
@@ -373,3 +377,8 @@ class ReplayShard:
                 self._versions.remove(code)
         r.release(rows)
         self._held -= len(rows)
+
+
+def _runs(values: npt.NDArray[np.integer]) -> Ints:
+    """Where each run of equal values begins."""
+    return np.flatnonzero(np.concatenate([np.ones(min(1, len(values)), np.bool_), values[1:] != values[:-1]]))

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba_megatron.buffer.ledger import ShardLedger
+from tba_megatron.buffer.prompts import prompt_key
 from tba_megatron.buffer.rows import NAMES
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.rollout_batch import Ints, RolloutBatch, split, take
@@ -129,8 +130,10 @@ def _restore_rows(
     rows, chosen = rows[found], chosen[found]
     prompts, prompt_of_row = np.unique(columns["prompt"][chosen], return_inverse=True)
     ids = _get_strings(columns, "prompt_ids")
+    chosen_ids = [ids[p] for p in prompts.tolist()]
     r.prompt[rows] = shard.prompts.begin(
-        [ids[p] for p in prompts.tolist()],
+        chosen_ids,
+        [prompt_key(prompt_id) for prompt_id in chosen_ids],
         take(columns["prompt_tokens"], columns["prompt_length"], prompts.astype(np.int64)),
         columns["prompt_length"][prompts],
         moved(columns["trained_visit"][prompts]),

@@ -66,6 +66,8 @@ def _tiled(batch: RolloutBatch) -> npt.NDArray[np.bool_]:
     A policy that wrote no token must not appear: it would make the rollout look younger than it is.
     """
     start_P, end_P = batch.spans_P[:, 2], batch.spans_P[:, 3]
+    if (batch.span_count_S == 1).all():
+        return (start_P == 0) & (end_P == batch.length_S) & (batch.spans_P[:, 0] >= 0) & (batch.spans_P[:, 1] >= 0)
     ends = offsets(batch.span_count_S)
     has_S = batch.span_count_S > 0
     owner_P = np.repeat(np.arange(batch.n_rollouts), batch.span_count_S)

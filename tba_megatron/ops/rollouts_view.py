@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -33,8 +33,12 @@ from tba_megatron.types import PolicyHistory, StopReason, Tokenizer
 OFF_BRANCH = -1  # the age of what a policy wrote whose branch a later attempt abandoned
 _TOKEN_BYTES = 4
 _TRIES = 3  # of reading a run whose checkpoints change meanwhile
-# One chunk of rollouts in Python objects: about this many tokens, and no more rollouts than that costs in overhead.
+# Of what becomes Python objects at a time, in tokens; a rollout costs some more than its tokens.
 _CHUNK_COST, _ROLLOUT_COST = 1 << 18, 1 << 8
+
+
+Sort = Literal["newest", "oldest", "reward", "-reward", "age", "-age", "uses", "-uses", "length", "-length"]
+Stop = Literal["eos", "length"]
 
 
 class RolloutQuery(Section):
@@ -54,10 +58,8 @@ class RolloutQuery(Section):
     max_uses: CountOrZero | None = None
     source: str | None = None
     searcher: str | None = None
-    stop: Literal["eos", "length"] | None = None
-    sort: Literal[
-        "newest", "oldest", "reward", "-reward", "age", "-age", "uses", "-uses", "length", "-length"
-    ] = "newest"
+    stop: Stop | None = None
+    sort: Sort = "newest"
     """``reward``, ``age``, ``uses`` and ``length`` in tokens: the smallest first; with ``-`` the largest."""
 
     @model_validator(mode="after")
@@ -125,19 +127,20 @@ def open_rollouts(folder: Path) -> StoredRollouts:
     shard, state = _newest_shard(config)
     if not len(shard):
         where = "checkpoints" if config.buffer.segments.kind == "none" else f"{REPLAY} and checkpoints"
-        raise RunFolderError(f"run folder {folder} holds no rollouts in {where}; they come when a searcher has sent some")
+        raise RunFolderError(
+            f"run folder {folder} holds no rollouts in {where}; they come when a searcher has sent some"
+        )
     if not config.start_model.is_dir():
         raise RunFolderError(
             f"{config.start_model}, whose tokenizer wrote the rollouts of {folder}, is not there; where config.yaml "
             f"has a relative path, start this from where the run was started"
         )
-    attempts = read_attempts(folder, state.base_steps if state else ())
-    # attempts.json and the checkpoint are not written at the same moment; the longer one knows more.
-    history = PolicyHistory(base_steps=max(attempts, state.base_steps if state else (0,), key=len))
+    # An attempt is noted in the run folder when it begins, in a checkpoint only when that is saved.
+    base_steps = max(read_attempts(folder), state.base_steps if state else (), (0,), key=len)
     return StoredRollouts(
         shard=shard,
         tokenizer=HfTokenizer(config.start_model),
-        age=_ages(shard, history, state.step if state else 0),
+        age=_ages(shard, PolicyHistory(base_steps=base_steps), state.step if state else 0),
     )
 
 
@@ -232,7 +235,7 @@ def select(stored: StoredRollouts, query: RolloutQuery) -> Ints:
     return rows[_order(stored, rows, query.sort)]
 
 
-def _in_range(values: npt.NDArray[np.generic], low: float | None, high: float | None) -> npt.NDArray[np.bool_]:
+def _in_range(values: npt.NDArray[Any], low: float | None, high: float | None) -> npt.NDArray[np.bool_]:
     passes = np.ones(len(values), np.bool_)
     if low is not None:
         passes &= values >= low
@@ -317,9 +320,7 @@ def _records(stored: StoredRollouts, rows: Ints) -> list[RolloutRecord]:
     prompt_texts = [decode(tokens) for tokens in prompt_tokens]
     prompt_lists: list[list[int]] = [tokens.tolist() for tokens in prompt_tokens]
     behaviour = split(shard.payload.behaviour(rows), np.maximum(r.behaviour_length[rows], 0))
-    columns = zip(
-        rows.tolist(), prompt_of_row.tolist(), shard.payload.token_rows(rows), behaviour, strict=True
-    )
+    columns = zip(rows.tolist(), prompt_of_row.tolist(), shard.payload.token_rows(rows), behaviour, strict=True)
     return [
         RolloutRecord(
             prompt_id=ids[prompt],

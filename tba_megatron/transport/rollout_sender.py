@@ -73,6 +73,14 @@ class RolloutSender:
     def room(self) -> bool:
         return all(lane.pending_bytes <= self._batch_bytes for lane in self._lanes)
 
+    @property
+    def unacknowledged(self) -> int:
+        """Rollouts that no shard has said to have."""
+        return sum(
+            lane.outbound.unacknowledged_rollouts + sum(len(group.rollouts) for group, _ in lane.pending)
+            for lane in self._lanes
+        )
+
     def send(self, group: RolloutGroup) -> None:
         """Sent by the next ``flush``, or at once when it fills a message."""
         lane = self._lanes[owner_of(group.prompt_id, len(self._lanes))]
@@ -98,20 +106,14 @@ class RolloutSender:
             return 0
         deadline_s = self._clock() + linger_s
         self.flush()
-        while self._unsafe() and (left_s := deadline_s - self._clock()) > 0:
+        while self.unacknowledged and (left_s := deadline_s - self._clock()) > 0:
             self._poller.poll(math.ceil(min(left_s, _CLOSE_POLL_S) * 1000))
             self.flush()
-        lost = sum(
-            lane.outbound.unacknowledged_rollouts + sum(len(group.rollouts) for group, _ in lane.pending)
-            for lane in self._lanes
-        )
+        lost = self.unacknowledged
         if lost:
             _log.warning("%d rollouts were not acknowledged within %g s and may be lost", lost, linger_s)
         self._context.destroy(linger=0)
         return lost
-
-    def _unsafe(self) -> bool:
-        return any(lane.pending or lane.outbound.n_unacknowledged for lane in self._lanes)
 
     def _hear(self) -> None:
         for socket, _ in self._poller.poll(0):

@@ -56,10 +56,10 @@ def empty_shard(groups) -> StoredShard:
 
 
 def shard_with(
-    n: int, seed: int = 0, owns: Callable[[str], bool] = lambda prompt_id: True, index: int = 0
+    n: int, seed: int = 0, owns: Callable[[str], bool] = lambda prompt_id: True, index: int = 0, n_shards: int = 1
 ) -> StoredShard:
     """Those of ``n`` prompts that the shard ``owns``; the first of all has been trained on."""
-    stored = StoredShard(ReplayShard(100, 10), index=index)
+    stored = StoredShard(ReplayShard(100, 10), index=index, n_shards=n_shards)
     groups = [group for group in tiny.train_groups(n, seed=seed) if owns(group.prompt_id)]
     stored.take(RolloutBatch.of_train_groups(groups), "s", 0, None)
     first = stored.shard.prompts.number(tiny.train_groups(1, seed=seed)[0].prompt_id)
@@ -255,7 +255,7 @@ def test_a_run_goes_on_at_other_parallel_sizes_as_if_it_had_not_been_stopped(tie
 def test_shards_come_back_with_their_ledgers(model, tmp_path):
     def save(groups):
         rank = tiny.Rank(groups, config(dp=2), model)
-        shard = shard_with(3 + groups.dp_rank, seed=groups.dp_rank, index=groups.dp_rank)
+        shard = shard_with(3 + groups.dp_rank, seed=groups.dp_rank, index=groups.dp_rank, n_shards=2)
         checkpoint.save(tmp_path, rank.policy, shard, run_state(4, data_parallel=2), groups, keep=1)
         return shard.shard.counts(), shard.state_columns()
 
@@ -284,7 +284,7 @@ def test_another_number_of_replicas_deals_the_prompts_anew(before, after, model,
 
     def save(groups):
         rank = tiny.Rank(groups, config(dp=before), model)
-        shard = shard_with(9, owns=owner(groups), index=groups.dp_rank)
+        shard = shard_with(9, owns=owner(groups), index=groups.dp_rank, n_shards=before)
         checkpoint.save(tmp_path, rank.policy, shard, run_state(4, data_parallel=before), groups, keep=1)
         return shard.shard.counts(), list(shard.shard.prompts)
 

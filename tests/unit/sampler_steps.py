@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import numpy as np
+import pytest
 from rollout_factory import NEW_RUN, RolloutFactory, as_batch, as_group
 
 from tba_megatron.buffer.choice import Shards, alone
 from tba_megatron.buffer.draws import Draw
-from tba_megatron.buffer.sampler import Sampler
+from tba_megatron.buffer.sampler import Fifo, Prioritised, RewardRecency, Sampler, Uniform
 from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.config_sections import PrioritisedSampler, RewardRecencySampler
 from tba_megatron.rollout_batch import RolloutBatch
 from tba_megatron.types import PolicyHistory, RolloutGroup
 
 Group = tuple[str, tuple[tuple[int, int], ...]]  # prompt id, (first token, copies) of each rollout
+
+
+def recency(m: float = 0.5, age: int = 2, inverse_temperature: float = 0.0) -> RewardRecency:
+    return RewardRecency(
+        RewardRecencySampler(recent_probability=m, recent_age_steps=age, inverse_temperature=inverse_temperature)
+    )
+
+
+def prioritised(inverse_temperature: float = 1.0) -> Prioritised:
+    return Prioritised(PrioritisedSampler(inverse_temperature=inverse_temperature))
+
+
+SAMPLERS: dict[str, Sampler] = {
+    "reward_recency": recency(inverse_temperature=1.0),
+    "uniform": Uniform(),
+    "prioritised": prioritised(),
+    "fifo": Fifo(),
+}
+every_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+every_sampler_but_fifo = pytest.mark.parametrize("sampler", list(SAMPLERS.values())[:3], ids=list(SAMPLERS)[:3])
 
 
 def shard_of(*groups: RolloutGroup) -> ReplayShard:
@@ -89,6 +112,10 @@ def groups_of(draw: Draw) -> list[Group]:
         )
         for group in draw.batch.train_groups()
     ]
+
+
+def tokens_of(draw: Draw, group: int = 0) -> Counter[int]:
+    return Counter(dict(groups_of(draw)[group][1]))
 
 
 def prompts_of(draw: Draw) -> str:

@@ -81,7 +81,7 @@ def lives(draw: st.DrawFn) -> list[Event]:
     @st.composite
     def some_groups(draw: st.DrawFn) -> RolloutGroup:
         prompt_id = draw(prompt_ids)
-        right = prompt_tokens(prompt_id + "?")
+        right = prompt_tokens(prompt_id * 4 + "?")
         prompt = draw(st.sampled_from([right] * 25 + [right[:0], right[::-1].copy(), np.array([7], np.int32)]))
         chosen = draw(st.lists(rollouts, min_size=draw(st.sampled_from([0, 1, 3])), max_size=6))
         return RolloutGroup(prompt_id=prompt_id, prompt_token_ids=prompt, rollouts=tuple(chosen))

@@ -268,13 +268,12 @@ def test_an_old_version_that_arrives_last_leaves_a_full_shard_first():
 
 
 def test_the_oldest_leave_a_shard_that_holds_too_many_bytes_and_no_more_than_must():
-    make = RolloutFactory()
-    logprobs = np.zeros(3, np.float32)
-    old, new = [make.rollout([i, 1, 1], behaviour_logprobs=logprobs) for i in range(2)], make.rollout([5], step=1)
-    whole = 4 * 2 * (3 + 3) + 4 * 1 + 4 + 4  # two with log-probs, one without, a token for each of two prompts
-    for limit, left in ((whole, 3), (whole - 1, 2), (whole - 24, 2), (whole - 25, 1), (8, 1), (7, 0), (0, 0)):
+    make, logprobs = RolloutFactory(), np.zeros(3, np.float32)
+    old, mid = (make.rollout([i, 1, 1], behaviour_logprobs=logprobs) for i in range(2))
+    # The old one frees its prompt of ten tokens too: 64 bytes of 96.
+    for limit, left in ((96, 3), (95, 2), (32, 2), (31, 1), (8, 1), (7, 0), (0, 0)):
         shard = ReplayShard(10, 10, capacity_bytes=limit)
-        add(shard, as_group("p", old), as_group("q", [new]))
+        add(shard, as_group("ten tokens", [old]), as_group("q", [mid, make.rollout(5, step=1)]))
         assert (len(shard), shard.bytes <= limit) == (left, True), limit
         assert ledger_of(shard) == (left, 0, 0, 3 - left, 0)
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from rollout_factory import NEW_RUN, RolloutFactory, as_batch
 from sampler_steps import shard_of
 
+from tba_megatron.buffer import prompts
 from tba_megatron.buffer.choice import Offer, alone, by_rank, first_n, merge
 from tba_megatron.buffer.recency import recent_part
 
@@ -41,7 +42,9 @@ def test_merged_offers_are_those_of_one_shard_and_tell_whose_they_are(
 
 
 @pytest.mark.parametrize("n_taken", [0, 3])
-def test_ranks_count_the_prompts_that_are_not_taken_by_key(n_taken: int):
+def test_ranks_count_the_prompts_that_are_not_taken_by_key(n_taken: int, monkeypatch: pytest.MonkeyPatch):
+    # Six bins of 5 to 10 prompts.
+    monkeypatch.setattr(prompts, "prompt_key", lambda name: (int(name[1:]) ** 2 % 10 << 60) + int(name[1:]) * 7919 % 50)
     make = RolloutFactory()
     shard = shard_of(*(make.group(f"q{i}", [1]) for i in range(50)))
     taken = np.arange(n_taken)
@@ -49,10 +52,10 @@ def test_ranks_count_the_prompts_that_are_not_taken_by_key(n_taken: int):
     np.subtract.at(histogram, (shard.prompts.key[taken] >> np.uint64(52)).astype(int), 1)
     free = np.setdiff1d(shard.prompts.all_numbers(), taken)
     by_key = free[np.argsort(shard.prompts.key[free])]
-    ranks = np.array([0, 7, 7, 46, 12])
+    ranks = np.append(np.arange(len(free))[::-1], [7, 7])
     numbers, which = by_rank(shard, alone(), histogram, ranks, taken)
     assert numbers.tolist() == by_key[ranks].tolist()
-    assert which.tolist() == [0, 1, 2, 3, 4]
+    assert which.tolist() == list(range(len(ranks)))
 
 
 @pytest.mark.parametrize("n_recent", [3, 400])
@@ -64,17 +67,17 @@ def test_the_recent_part_is_that_of_its_definition(n_recent: int):
     shard.mark_trained(trained)
     part = recent_part(shard, NEW_RUN, 9, 2)
     rows = [row for row in shard.rows.living().tolist() if shard.rows.version[row] >= 7]
-    prompts = sorted({int(shard.rows.prompt[row]) for row in rows})
+    numbers = sorted({int(shard.rows.prompt[row]) for row in rows})
     assert sorted(part.rows.tolist()) == rows
-    assert part.prompts.tolist() == prompts
+    assert part.prompts.tolist() == numbers
     assert (part.prompts[part.prompt_of_row] == shard.rows.prompt[part.rows]).all()
-    for prompt, urgency in zip(prompts, part.urgency.tolist(), strict=True):
+    for prompt, urgency in zip(numbers, part.urgency.tolist(), strict=True):
         mine = np.array([row for row in rows if shard.rows.prompt[row] == prompt])
         fresh = shard.rows.visit[mine] > shard.prompts.trained_visit[prompt]
         waiting = shard.rows.version[mine][shard.rows.uses[mine] == 0]
         assert urgency == (waiting.min() if fresh.any() else np.iinfo(np.int64).max)
-    some = np.arange(len(prompts))[::-2]
+    some = np.arange(len(numbers))[::-2]
     pool_rows, sizes = part.pools(shard, some)
-    expected = [sorted(row for row in rows if shard.rows.prompt[row] == prompts[i]) for i in some]
+    expected = [sorted(row for row in rows if shard.rows.prompt[row] == numbers[i]) for i in some]
     assert sizes.tolist() == [len(pool) for pool in expected]
     assert pool_rows.tolist() == [row for pool in expected for row in pool]
