@@ -30,7 +30,7 @@ class PromptTable:
         self._ids: list[str] = []
         self._free: list[int] = []
         self._tokens = Arena(np.int32)
-        self._bins = RowLists()
+        self._bins = RowLists(BINS)
         self._capacity = 0
         self.key = np.zeros(0, np.uint64)
         self.trained_visit = np.zeros(0, np.int64)  # the newest visit of which something was trained, -1: none
@@ -104,7 +104,7 @@ class PromptTable:
 
     def histogram(self) -> Ints:
         """[BINS] prompts by the top bits of their key."""
-        return self._bins.gather(np.arange(BINS))[1]
+        return self._bins.size[:BINS].copy()
 
     def in_bins(self, bins: Ints) -> tuple[Ints, npt.NDArray[np.uint64]]:
         """(numbers, keys) of the prompts of those bins, by key."""

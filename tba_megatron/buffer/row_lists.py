@@ -16,15 +16,17 @@ _SMALLEST = 4  # slots
 
 
 class RowLists:
-    """Lists are numbered from 0; a number exists once something was appended to it, and ``size`` counts its rows."""
+    """Lists are numbered from 0 and empty at first. ``size`` counts the rows of those that were ever used, and of the
+    first ``n_lists``.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, n_lists: int = 64) -> None:
         self._slots = np.full(1024, _HOLE, np.int32)
         self._tail = 0  # slots from here on were never part of a region
         self._free: dict[int, list[int]] = {}  # starts of free regions, by capacity
         self._slot_of_row = np.zeros(1024, np.int64)
-        self._start, self._filled, self._head = (np.zeros(64, np.int64) for _ in range(3))
-        self._capacity, self.size = (np.zeros(64, np.int64) for _ in range(2))
+        self._start, self._filled, self._head = (np.zeros(n_lists, np.int64) for _ in range(3))
+        self._capacity, self.size = (np.zeros(n_lists, np.int64) for _ in range(2))
 
     def append(self, lists: npt.NDArray[np.integer], rows: npt.NDArray[np.integer]) -> None:
         """``rows[i]`` to the list ``lists[i]``, in this order."""
