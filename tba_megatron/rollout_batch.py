@@ -30,6 +30,7 @@ from tba_megatron.types import (
 Ints = npt.NDArray[np.int64]
 STOP_REASONS = tuple(StopReason)
 NO_VERSION = -1  # of a reference log-prob that is not known; the log-prob itself is NaN then
+MOST_SEQUENCE = 1 << 40  # rollouts of one searcher
 NO_BEHAVIOUR = -1  # length of the behaviour log-probs of a rollout that has none
 
 
@@ -359,7 +360,7 @@ def _check(batch: RolloutBatch) -> None:
         for name in names:
             if len(getattr(batch, name)) != length:
                 raise ValueError(f"{name} has {len(getattr(batch, name))} values, not {length}")
-    behaviour_length_S = np.maximum(batch.behaviour_length_S, 0)
+    behaviour_length_S = np.where(batch.behaviour_length_S == NO_BEHAVIOUR, 0, batch.behaviour_length_S)
     for name, lengths, flat in (
         ("size_G", batch.size_G, batch.sequence_S),
         ("prompt_length_G", batch.prompt_length_G, batch.prompt_tokens),
@@ -375,7 +376,8 @@ def _check(batch: RolloutBatch) -> None:
         ("searcher_S", len(batch.names)),
         ("source_S", len(batch.names)),
         ("stop_reason_S", len(STOP_REASONS)),
+        ("sequence_S", MOST_SEQUENCE),
     ):
         column = getattr(batch, name)
         if column.size and not (int(column.min()) >= 0 and int(column.max()) < most):
-            raise ValueError(f"{name} points outside of its table of {most}")
+            raise ValueError(f"{name} holds {int(column.min())} to {int(column.max())}, not 0 to {most - 1}")

@@ -9,6 +9,7 @@ from tba_megatron.rollout_batch import Ints
 from tba_megatron.types import PolicyVersion
 
 _STEP_BITS = 40
+MOST_STEP, MOST_ATTEMPT = 1 << _STEP_BITS, 1 << 22  # beyond them a version has no code
 _DTYPES: dict[str, npt.DTypeLike] = {
     "prompt": np.int32,
     "version": np.int64,

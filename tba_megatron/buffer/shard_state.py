@@ -20,11 +20,11 @@ from tba_megatron.buffer.ledger import ShardLedger
 from tba_megatron.buffer.prompts import prompt_key
 from tba_megatron.buffer.rows import NAMES
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.rollout_batch import Ints, RolloutBatch, split, take
+from tba_megatron.rollout_batch import MOST_SEQUENCE, Ints, RolloutBatch, split, take
 
 Columns = dict[str, npt.NDArray[Any]]
 _FORMAT = 2
-_SEQUENCE_BITS = 40
+_SEQUENCE_BITS = MOST_SEQUENCE.bit_length() - 1
 _SAVED = tuple(name for name in NAMES if not name.endswith("_at") and name != "version_list")
 
 

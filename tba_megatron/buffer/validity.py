@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from tba_megatron.buffer.rows import MOST_ATTEMPT, MOST_STEP
 from tba_megatron.rollout_batch import NO_BEHAVIOUR, NO_VERSION, STOP_REASONS, RolloutBatch, offsets
 from tba_megatron.types import StopReason
 
@@ -67,14 +68,19 @@ def _tiled(batch: RolloutBatch) -> npt.NDArray[np.bool_]:
     """
     start_P, end_P = batch.spans_P[:, 2], batch.spans_P[:, 3]
     if (batch.span_count_S == 1).all():
-        return (start_P == 0) & (end_P == batch.length_S) & (batch.spans_P[:, 0] >= 0) & (batch.spans_P[:, 1] >= 0)
+        return (start_P == 0) & (end_P == batch.length_S) & _is_version(batch.spans_P)
     ends = offsets(batch.span_count_S)
     has_S = batch.span_count_S > 0
     owner_P = np.repeat(np.arange(batch.n_rollouts), batch.span_count_S)
     before_P = np.concatenate([np.zeros(1, np.int64), end_P])[:-1]
     before_P[ends[:-1][has_S]] = 0
-    right_P = (start_P == before_P) & (start_P < end_P) & (batch.spans_P[:, :2] >= 0).all(1)
-    right_P |= (batch.length_S[owner_P] == 0) & (start_P == 0) & (end_P == 0)
+    empty_P = (batch.length_S[owner_P] == 0) & (start_P == 0) & (end_P == 0)
+    right_P = _is_version(batch.spans_P) & (empty_P | ((start_P == before_P) & (start_P < end_P)))
     tiled_S = has_S & (np.bincount(owner_P, ~right_P, batch.n_rollouts) == 0)
     tiled_S[has_S] &= end_P[ends[1:][has_S] - 1] == batch.length_S[has_S]
     return tiled_S & ((batch.length_S > 0) | (batch.span_count_S == 1))
+
+
+def _is_version(spans_P: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    attempt, step = spans_P[:, 0], spans_P[:, 1]
+    return (attempt >= 0) & (attempt < MOST_ATTEMPT) & (step >= 0) & (step < MOST_STEP)

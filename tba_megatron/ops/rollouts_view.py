@@ -189,8 +189,7 @@ def _restored(config: Config, checkpoint: Path | None) -> tuple[ReplayShard, Run
     state = read_run_state(checkpoint) if checkpoint else None
     parts = {i: read_shard(checkpoint, i) for i in range(state.data_parallel)} if checkpoint and state else {}
     try:
-        # One that is just begun may not have the logs of all its shards yet; what it holds is in the one before.
-        found = [g for g in generations(replay) if all(g.folder(replay, i).is_dir() for i in range(g.n_shards))]
+        found = generations(replay)
         stored = StoredShard(shard, replay=replay if found else None)
         stored.restore(parts, found, read_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -18,6 +18,7 @@ from tba_megatron.config import Config
 from tba_megatron.errors import CheckpointError
 from tba_megatron.metrics import JsonlWriter, MetricLog
 from tba_megatron.models.tokenizer import HfTokenizer
+from tba_megatron.rollout_batch import RolloutBatch
 from tba_megatron.tasks.registry import make_demonstrations
 from tba_megatron.trainer.recording import Recorder
 from tba_megatron.trainer.replay import train_on_recording
@@ -141,7 +142,7 @@ def test_the_held_out_loss_is_that_of_every_layout_and_of_hugging_face(tmp_path)
 def record(folder: Path, steps: int = STEPS) -> Path:
     recorder = Recorder(folder, 0, 1, 1)
     for step in range(1, steps + 1):
-        recorder.write(step, tiny.train_groups(4, seed=step, vocab=18))
+        recorder.write(step, RolloutBatch.of_train_groups(tiny.train_groups(4, seed=step, vocab=18)))
     recorder.close()
     return folder
 
@@ -241,7 +242,7 @@ def test_a_recording_that_this_model_cannot_train_on_is_one_line(sizes, group, w
         prompt = np.full(group["prompt_length"], 3, np.int32)
         groups = [dataclasses.replace(g, prompt_token_ids=prompt) for g in groups]
     recorder = Recorder(tmp_path / "recording", 0, 1, 1)
-    recorder.write(1, groups)
+    recorder.write(1, RolloutBatch.of_train_groups(groups))
     recorder.close()
     made = replay_config(tmp_path / "run", model, tmp_path / "recording", sizes, steps=1)
 

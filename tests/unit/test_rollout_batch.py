@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rollout_factory import RolloutFactory, as_batch, as_group
 
-from tba_megatron.rollout_batch import STOP_REASONS, RolloutBatch, decode, encode
+from tba_megatron.rollout_batch import MOST_SEQUENCE, STOP_REASONS, RolloutBatch, decode, encode
 from tba_megatron.types import PolicySpan, PolicyVersion, Rollout, RolloutGroup, RolloutId, TrainGroup
 
 COLUMNS = [field.name for field in fields(RolloutBatch) if field.name not in ("prompt_ids", "names")]
@@ -37,7 +37,7 @@ references = (
 def rollouts(draw: st.DrawFn) -> Rollout:
     reference, reference_version = draw(references)
     return Rollout(
-        rollout_id=RolloutId(draw(names), draw(int64s)),
+        rollout_id=RolloutId(draw(names), draw(st.integers(0, MOST_SEQUENCE - 1))),
         token_ids=draw(tokens),
         reward=draw(st.floats()),
         stop_reason=draw(st.sampled_from(STOP_REASONS)),
@@ -247,12 +247,13 @@ def test_tables_that_are_too_short_or_long_are_refused(names):
         decode(encode(replace(one_batch(), **dict([names]))))
 
 
-@pytest.mark.parametrize("name", ["searcher_S", "source_S", "stop_reason_S"])
-def test_numbers_that_point_outside_of_their_table_are_refused(name):
-    for value in (-1, len(STOP_REASONS) if name == "stop_reason_S" else 2, 127):
+@pytest.mark.parametrize("name", ["searcher_S", "source_S", "stop_reason_S", "sequence_S"])
+def test_numbers_that_are_not_in_their_range_are_refused(name):
+    most = {"stop_reason_S": len(STOP_REASONS), "sequence_S": MOST_SEQUENCE}.get(name, 2)
+    for value in (-1, most, most + 20):
         column = getattr(one_batch(), name).copy()
         column[-1] = value
-        with pytest.raises(ValueError, match=f"{name} points outside"):
+        with pytest.raises(ValueError, match=f"{name} holds"):
             decode(encode(replace(one_batch(), **{name: column})))
 
 

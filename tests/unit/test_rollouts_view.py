@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from tba_megatron.buffer.rows import version_of
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.buffer.stored_shard import REPLAY, Generation, StoredShard
+from tba_megatron.buffer.stored_shard import REPLAY, StoredShard, generations
 from tba_megatron.cli import main as cli
 from tba_megatron.cli import rollouts as command
 from tba_megatron.config_load import load_config, store_config
@@ -214,9 +214,21 @@ def test_the_rollouts_of_two_shards_are_shown_as_one(tmp_path, saved):
         assert len(held(run)) == 16
 
 
-def test_a_generation_whose_logs_are_not_all_there_yet_is_left_out(run):
-    Generation(number=1, n_shards=2).folder(run.folder / REPLAY, 0).mkdir(parents=True)
-    assert seen(run.folder) == held(run)
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_generation_that_one_of_its_shards_has_begun_is_no_second_copy(tmp_path, saved):
+    with run_folder(tmp_path) as run:
+        run.send("1+1=", run.rollout("2"), run.rollout("3"))
+        run.send("2+2=", run.rollout("4"))
+        run.train("2")
+        parts = {0: rollouts_view.read_shard(run.save(1), 0)} if saved else {}
+        before, replay = seen(run.folder), run.folder / REPLAY
+        begun = StoredShard(ReplayShard(1000, 100), replay=replay, index=0, n_shards=2)
+        begun.restore(parts, generations(replay))
+        begun.close()
+        assert len(generations(replay)) == 2 and len(begun.shard) == 3
+        assert seen(run.folder) == before
+        stored = open_rollouts(run.folder)
+        assert stored.shard.rows.copies[stored.shard.rows.living()].tolist() == [1, 1, 1]
 
 
 def test_a_torn_tail_costs_its_record_alone_and_is_told(run, caplog):
@@ -230,7 +242,8 @@ def test_a_torn_tail_costs_its_record_alone_and_is_told(run, caplog):
     assert str(segment) in record.getMessage()
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(run, monkeypatch):
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(run, monkeypatch, removed):
     real = rollouts_view.read_shard
 
     def replaced(checkpoint, index):
@@ -238,7 +251,8 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(run, monke
         run.train("3")
         newer = run.save(6)
         assert newer > checkpoint
-        (checkpoint / "shard-0.npz").unlink()
+        if removed:
+            (checkpoint / "shard-0.npz").unlink()
         return real(checkpoint, index)
 
     monkeypatch.setattr(rollouts_view, "read_shard", replaced)
@@ -552,7 +566,9 @@ def test_an_export_of_nothing_is_a_file_of_nothing(run, tmp_path, capsys, ending
 def test_what_passes_the_filters_is_exported_in_its_order_and_replaces_the_file(run, tmp_path, capsys):
     file = tmp_path / "out.jsonl"
     file.write_text("what was there")
-    tba(capsys, run.folder, f"export={file}", "stop=eos", "sort=-uses")
+    with file.open() as before:
+        tba(capsys, run.folder, f"export={file}", "stop=eos", "sort=-uses")
+        assert before.read() == "what was there"  # who reads it meanwhile is not disturbed
     assert [json.loads(line)["completion"] for line in file.read_text().splitlines()] == ["2", "4", "0", "11", "3"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_lives import Train, lives
+from shard_lives import Add, Event, Train, lives
 from stored_runs import ROOMY, Run, books, distinct, new_run
 from test_shard_twin import contents_of
 
