@@ -24,7 +24,7 @@ help: ## this list
 install: ## the virtual environment with the locked packages and this project
 	@scripts/install.sh "$(VENV)"
 
-install-kernels: ## install, and on top what only tests and benchmarks of the kernels need
+install-kernels: ## install, and on top what only tests and benchmarks need
 	@scripts/install.sh "$(VENV)" kernels
 
 quickstart: install ## a small run on this machine; ARGS="section.key=value" overrides settings

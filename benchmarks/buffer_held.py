@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from benchmarks.buffer_wire import PATIENCE_S, Rate, Sizes, answer, spawned, tell
-from benchmarks.peers.rollouts import GROUP, make_rollouts
+from benchmarks.peers.rollouts import GROUP, PROMPT_TOKENS, make_rollouts
 from tba_megatron.buffer.choice import alone
 from tba_megatron.buffer.sampler import RewardRecency
 from tba_megatron.buffer.shard import ReplayShard
@@ -47,6 +47,7 @@ PROMPTS_A_STEP, K = 64, 8
 SAMPLER = RewardRecencySampler(recent_probability=0.5, recent_age_steps=2, inverse_temperature=1.0)
 RUN = PolicyHistory(base_steps=(0,))
 IDLE_S = 0.0002
+HUGE, HUGE_TOKENS = 10_000_000, 16
 
 
 def groups_of(sizes: Sizes, sender: int, n_groups: int, run: str, step: int) -> list[RolloutGroup]:
@@ -109,18 +110,42 @@ def growth(rollouts: int, sizes: Sizes) -> dict[str, float]:
 
 
 def measure(held: int, sizes: Sizes, disk: Path) -> dict[str, Rate]:
-    """``out`` and ``in, segments off|on`` of a shard that holds ``held`` rollouts at the start of each."""
+    """``out`` and ``in, segments off|on`` of a shard that holds ``held`` rollouts: for each that comes one leaves."""
     rates = {}
     for name, log in (("off", False), ("on", True)):
         with tempfile.TemporaryDirectory(dir=disk) as folder:
-            stored = StoredShard(ReplayShard(1 << 40, 100), replay=Path(folder) / "replay" if log else None)
+            stored = StoredShard(ReplayShard(held, 100), replay=Path(folder) / "replay" if log else None)
             stored.restore({}, [])
-            step = fill(stored, held, sizes)
+            step = fill(stored, held + GROUPS_A_STEP * GROUP, sizes)
             if not log:
                 rates["out"] = _out(stored.shard, step, sizes)
             rates[f"in, segments {name}"] = receive(stored, sizes, f"{held}-{name}", step)
             stored.close()
     return rates
+
+
+def huge(sizes: Sizes) -> dict[str, Any]:
+    """Ten million short rollouts and a budget of bytes that holds no more: rates, and memory over an empty shard."""
+    sizes = replace(sizes, tokens=HUGE_TOKENS)
+    budget = HUGE * (2 * 4 * HUGE_TOKENS + 4 * PROMPT_TOKENS // GROUP)
+    stored = StoredShard(ReplayShard(1 << 40, 100, capacity_bytes=budget))
+    before, started = psutil.Process().memory_info().rss, time.perf_counter()
+    step = fill(stored, HUGE + HUGE // 10, sizes)
+    filled_s = time.perf_counter() - started
+    grown = psutil.Process().memory_info().rss - before
+    shard = stored.shard
+    return {
+        "tokens": HUGE_TOKENS,
+        "held": len(shard),
+        "budget_bytes": budget,
+        "held_bytes": shard.bytes,
+        "evicted": shard.counts().evicted_untrained,
+        "grown_bytes": grown,
+        "grown_bytes_a_rollout": round(grown / len(shard)),
+        "fill_rollouts_s": round((HUGE + HUGE // 10) / filled_s),
+        "out": _out(shard, step, sizes).as_dict(),
+        "in, segments off": receive(stored, sizes, "huge", step).as_dict(),
+    }
 
 
 def _out(shard: ReplayShard, step: int, sizes: Sizes) -> Rate:

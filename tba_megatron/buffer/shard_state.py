@@ -195,7 +195,7 @@ def _fill(shard: ReplayShard, part: SavedShard, rows: Ints) -> npt.NDArray[np.bo
             & (r.span_count[candidates] == batch.span_count_S)
         )
         once = np.unique(i[hit], return_index=True)[1]
-        s = np.flatnonzero(hit)[once]
+        s = np.sort(np.flatnonzero(hit)[once])  # ``put`` takes a whole batch as it lies
         shard.payload.put(candidates[s], batch, s)
         found[i[s]] = True
     return found

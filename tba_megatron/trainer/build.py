@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from tba_megatron.config import Config
@@ -25,8 +24,7 @@ from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.load_hf import load_hf, read_headers
 from tba_megatron.trainer.model import Policy, build_chunks, build_policy
 from tba_megatron.trainer.reference import Reference
-
-ATTEMPTS = "attempts.json"  # the step at which each attempt began
+from tba_megatron.trainer.run_state import ATTEMPTS, read_attempts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +73,7 @@ def begin_attempt(folder: Path, base_step: int, restored: tuple[int, ...] = ()) 
     ``restored``: those that the checkpoint knows, which count where the file is missing.
     """
     path = folder / ATTEMPTS
-    try:
-        before = msgspec.json.decode(path.read_bytes(), type=list[int]) if path.exists() else list(restored)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}), and without it versions of earlier attempts would be taken for new "
-            f"ones; restore it or choose another run.folder"
-        ) from None
+    before = read_attempts(folder, restored)
     attempts = (*before, base_step)
     partial = path.with_name(f".{ATTEMPTS}.partial")
     partial.write_text(json.dumps(attempts) + "\n")

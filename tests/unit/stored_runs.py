@@ -203,7 +203,7 @@ def new_run(n: int = 1, **options: Any) -> Iterator[Run]:
             run.crash()
 
 
-def distinct(n_groups: int, name: str = "s0", first: int = 0) -> list[Add]:
+def distinct(n_groups: int, name: str = "first", first: int = 0) -> list[Add]:
     """A group of two a message; no two completions are equal."""
     make = RolloutFactory(name)
     extra = {"behaviour_logprobs": np.full(3, -0.5, np.float32)}

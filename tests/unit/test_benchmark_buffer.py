@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks import buffer_peers, buffer_wire
+from benchmarks import buffer, buffer_peers, buffer_wire
 from benchmarks.buffer_peers import BARE, PICKLE, TRANSFERQUEUE, Skipped, best, environment, interleaved, ratios
 from benchmarks.buffer_wire import (
     BareFrames,
@@ -198,3 +198,27 @@ def test_the_command_prints_what_was_measured_and_its_ratios(capsys):
     pickled, bare = (report["parts"][name]["in"]["rollouts_s"] for name in (PICKLE, BARE))
     assert report["ratios"][PICKLE]["in"][BARE] == round(pickled / bare, 4)
     assert report["ratios_by_cpu_s"][PICKLE]["in"][BARE] > 0
+
+
+def test_the_whole_command_prints_the_figures_of_its_claims(capsys, tmp_path):
+    sizes = ["--held", "512", "1024", "--rollouts", "1024", "--repeats", "1", "--steps", "0", "--disk", str(tmp_path)]
+    buffer.main(["--no-peers", *sizes])
+    report = json.loads(capsys.readouterr().out)
+    assert report["claims"].keys() == buffer.LIMITS.keys() - {"out_of_transferqueue", "step_under_intake"}
+    for held in ("512 held", "1024 held"):
+        assert report["parts"][held].keys() == {"out", "in, segments off", "in, segments on"}
+        assert all(rate["rollouts"] == 1024 for name, rate in report["parts"][held].items() if name != "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "holds"),
+    [
+        ("in_of_bare_frames", 0.6, True),
+        ("in_of_bare_frames", 0.59, False),
+        ("step_under_intake", 1.05, True),
+        ("step_under_intake", 1.06, False),
+    ],
+)
+def test_a_claim_holds_up_to_its_limit(name, figure, holds):
+    assert buffer._holds(name, figure) is holds

@@ -46,6 +46,7 @@ LIBRARY_HOMES = {
     "torch.utils.tensorboard": {"metrics"},
     "zmq": {"transport"},
     "yaml": {"config_load"},
+    "pyarrow": {"ops"},
     "sentencepiece": {"models"},
     "tokenizers": {"models"},
     "megatron_patches": {"megatron_patches", "trainer", "cli"},

@@ -27,7 +27,7 @@ from tba_megatron.types import RolloutGroup, RolloutId
 
 SAVE, NEWEST, OLDER, NONE = "save", "newest", "older", "none"
 NUMBERS = {NEWEST: 0, OLDER: 1, NONE: None}
-parts_of_a_life = st.lists(st.tuples(lives(), st.sampled_from([SAVE, SAVE, NEWEST, OLDER, NONE])), max_size=5)
+parts_of_a_life = st.lists(st.tuples(lives(), st.sampled_from([SAVE, SAVE, NEWEST, OLDER, NONE])), max_size=4)
 
 
 def renamed(events: list[Event], turn: int) -> list[Event]:
@@ -50,7 +50,7 @@ small = {
 
 @pytest.mark.parametrize("logged", [True, False], ids=["log", "no log"])
 def test_a_shard_that_is_killed_again_and_again_lives_like_one_that_is_not(logged):
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(parts_of_a_life, st.fixed_dictionaries(small), st.sampled_from([1, 500, 1 << 20]))
     def live(life, limits, segment_bytes):
         with new_run(logged=logged, segment_bytes=segment_bytes, **limits) as run:
@@ -68,8 +68,8 @@ def test_a_shard_that_is_killed_again_and_again_lives_like_one_that_is_not(logge
 
 @pytest.mark.parametrize("logged", [True, False], ids=["log", "no log"])
 def test_any_number_of_shards_goes_on_with_what_another_number_held(logged):
-    @settings(max_examples=30, deadline=None)
-    @given(st.lists(st.tuples(lives(), st.sampled_from([SAVE, NEWEST, OLDER, NONE]), st.integers(1, 4)), max_size=6))
+    @settings(max_examples=20, deadline=None)
+    @given(st.lists(st.tuples(lives(), st.sampled_from([SAVE, NEWEST, OLDER, NONE]), st.integers(1, 4)), max_size=4))
     def live(life):
         with new_run(logged=logged, segment_bytes=700) as run:
             for turn, (events, then, n) in enumerate(life):
@@ -138,13 +138,13 @@ def killed_at(point: int) -> Iterator[list[int]]:
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2)])
 def test_a_new_generation_may_be_cut_off_at_any_record(before, after, saves, tmp_path):
     first = Run(tmp_path / "first", before, segment_bytes=700)
-    for event in distinct(20):
+    for event in distinct(12):
         first.live(event)
     first.live(Train(picks=(0, 7)))
     number = 0 if saves else None
     if saves:
         first.checkpoint()
-    for event in distinct(4, "tail", 100):
+    for event in distinct(3, "tail", 100):
         first.live(event)
     first.crash()
     for point in range(100):
