@@ -68,7 +68,8 @@ class HfTokenizer:
         return np.array(self._backend.encode(text), dtype=np.int32)
 
     def decode(self, token_ids: TokenIds) -> str:
-        return self._backend.decode([int(i) for i in token_ids if int(i) not in self._dropped_ids])
+        ids = np.asarray(token_ids).tolist()  # plain numbers: a numpy scalar each would cost more than the decoding
+        return self._backend.decode([i for i in ids if i not in self._dropped_ids])
 
     def _read_eos_ids(self, folder: Path, files: TokenizerFiles) -> tuple[int, ...]:
         ids: list[int] = []

@@ -51,7 +51,7 @@ class RolloutSender:
         sender: str,
         *,
         resend_s: float = 10.0,
-        batch_bytes: int = 1 << 20,
+        batch_bytes: int = 4 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._token, self._sender, self._batch_bytes, self._clock = token.encode(), sender, batch_bytes, clock

@@ -26,7 +26,7 @@ TOKENS = 128
 SEGMENT_BYTES = 1 << 18
 BATCH_BYTES = 1 << 12  # a group a message
 WINDOW_BYTES = 1 << 15
-TURN_S = 0.003  # between two looks at what has arrived; with the window it limits how much there is to read again
+TURN_S = 0.005  # between two looks at what has arrived; with the window it limits how much there is to read again
 ORPHAN_POLL_S = 0.5
 
 
@@ -73,7 +73,7 @@ def send(address: str, name: str, link: Connection) -> None:
             sender.send(group(name, made))
             made += GROUP_SIZE
         sender.flush()
-        if not link.poll(0.0005):
+        if not link.poll(0.001):
             continue
         try:
             if link.recv() == "end":
@@ -149,7 +149,7 @@ def save(stored: StoredShard, folder: Path) -> None:
     partial.mkdir(exist_ok=True)
     columns = stored.state_columns()
     stored.sync()
-    np.savez(partial / "shard-0.npz", **columns)
+    np.savez(partial / "shard-0.npz", **columns)  # type: ignore[arg-type]
     partial.rename(folder / f"step-{number:08d}")
 
 

@@ -119,7 +119,7 @@ def check(was_there: dict, asked: dict[str, tuple[int, int]]) -> None:
 @pytest.mark.parametrize("n_kills", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_whenever_its_owner_is_killed_a_shard_comes_back_with_all_that_was_acknowledged(n_kills, tmp_path):
     rng = np.random.default_rng(n_kills)
-    asked = dict.fromkeys(NAMES, (0, 0))
+    asked: dict[str, tuple[int, int]] = dict.fromkeys(NAMES, (0, 0))
     with kept_port() as port, senders(port) as links:
         for life in range(n_kills):
             if life % 5 == 4:  # killed while it finds out what is there, or hardly begins
@@ -127,7 +127,7 @@ def test_whenever_its_owner_is_killed_a_shard_comes_back_with_all_that_was_ackno
                 time.sleep(rng.uniform(0, 0.1))
                 early.kill()
                 asked = ask(links, "state")
-            owner = Owner(tmp_path, port, save_after=int(rng.integers(1, 40)) if life % 4 == 1 else -1)
+            owner = Owner(tmp_path, port, save_after=int(rng.integers(1, 40)) if life % 3 == 1 else -1)
             check(owner.hears(), asked)
             owner.hears()
             time.sleep(rng.uniform(0, MOST_DELAY_S))

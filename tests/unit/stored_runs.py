@@ -31,8 +31,8 @@ SAMPLERS = (
     make_sampler(config_sections.FifoSampler()),
 )
 SENDER = "incarnation"
-LARGE = {"capacity_rollouts": 10_000, "per_prompt_rollouts": 10_000}
-ROOMY = {"capacity_rollouts": 10_000, "per_prompt_rollouts": 4}
+LARGE: dict[str, Any] = {"capacity_rollouts": 10_000, "per_prompt_rollouts": 10_000}
+ROOMY: dict[str, Any] = {"capacity_rollouts": 10_000, "per_prompt_rollouts": 4}
 
 
 class Run:
@@ -42,7 +42,7 @@ class Run:
     after the checkpoint.
     """
 
-    def __init__(self, folder: Path, n: int = 1, *, logged: bool = True, segment_bytes: int = 1 << 20, **limits: int):
+    def __init__(self, folder: Path, n: int = 1, *, logged: bool = True, segment_bytes: int = 1 << 20, **limits: Any):
         self.folder, self.logged, self.segment_bytes = folder, logged, segment_bytes
         self.replay, self.limits = folder / "replay", limits or ROOMY
         self.history: list[Event] = []
@@ -92,8 +92,9 @@ class Run:
         self.history.append(event)
         if isinstance(event, Add):
             self.take(RolloutBatch.of_groups(event.groups))
-        for stored, rows in self.picked([shard.shard for shard in self.shards], event):
-            change(stored, rows, event)
+        else:
+            for shard, rows in self.picked([stored.shard for stored in self.shards], event):
+                change(shard, rows, event)
 
     def take(self, batch: RolloutBatch) -> None:
         """As a receiver does, from a sender that goes on where this shard stands."""
@@ -106,10 +107,8 @@ class Run:
             stored.take(decode(payload), SENDER, sequence, end)
 
     @staticmethod
-    def picked(shards: Sequence[ReplayShard], event: Event) -> list[tuple[ReplayShard, np.ndarray]]:
+    def picked(shards: Sequence[ReplayShard], event: Train | Refer) -> list[tuple[ReplayShard, np.ndarray]]:
         """Rows of each shard: the rollouts of all are counted off by prompt and arrival."""
-        if isinstance(event, Add):
-            return []
         held: list[tuple[str, int, ReplayShard, int]] = []
         for shard in shards:
             rows = shard.rows.living()
@@ -124,7 +123,7 @@ class Run:
         path = self.folder / f"step-{len(list(self.folder.glob('step-*')))}"
         path.mkdir()
         for i, shard in enumerate(self.shards):
-            np.savez(path / f"shard-{i}.npz", **shard.state_columns())
+            np.savez(path / f"shard-{i}.npz", **shard.state_columns())  # type: ignore[arg-type]
             shard.sync()
         self.checkpoints.append((path, len(self.history)))
         return path
@@ -134,8 +133,9 @@ class Run:
         for event in self.history:
             if isinstance(event, Add):
                 twin.add(RolloutBatch.of_groups(event.groups))
-            for _, rows in self.picked([twin], event):
-                change(twin, rows, event)
+            else:
+                for _, rows in self.picked([twin], event):
+                    change(twin, rows, event)
         return twin
 
     def assert_like_the_twin(self) -> None:
@@ -206,7 +206,7 @@ def new_run(n: int = 1, **options: Any) -> Iterator[Run]:
 def distinct(n_groups: int, name: str = "first", first: int = 0) -> list[Add]:
     """A group of two a message; no two completions are equal."""
     make = RolloutFactory(name)
-    extra = {"behaviour_logprobs": np.full(3, -0.5, np.float32)}
+    extra: dict[str, Any] = {"behaviour_logprobs": np.full(3, -0.5, np.float32)}
     return [
         Add(groups=(as_group(f"p{g % 11}", [make.rollout([first + g, i, 7], step=g % 3, **extra) for i in range(2)]),))
         for g in range(n_groups)

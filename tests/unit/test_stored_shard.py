@@ -10,17 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_lives import Add, Event, Train, lives
-from stored_runs import ROOMY, Run, books, distinct, new_run
-from test_shard_twin import contents_of
+from stored_runs import ROOMY, SENDER, Run, books, distinct, new_run
+from test_shard_twin import contents_of, in_any_order
 
 from tba_megatron.buffer import stored_shard
 from tba_megatron.buffer.segments import SegmentLog
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.buffer.stored_shard import generations, remove_generations
+from tba_megatron.buffer.stored_shard import StoredShard, generations, remove_generations
+from tba_megatron.rollout_batch import RolloutBatch, encode
 from tba_megatron.types import RolloutGroup, RolloutId
 
 # Restarts
@@ -177,6 +180,61 @@ def cut_last(replay: Path, number: int) -> None:
     files = sorted(replay.glob(f"{number:04d}/*/*.seg"), key=lambda file: file.stat().st_mtime_ns)
     if files and number:
         os.truncate(files[-1], max(0, files[-1].stat().st_size - 5))
+
+
+def test_what_waits_while_a_checkpoint_is_made_comes_in_once_after_a_restart(tmp_path):
+    run = Run(tmp_path, segment_bytes=300)
+    for event in distinct(5):
+        run.live(event)
+    (stored,), waiting = run.shards, distinct(5, "waiting", 100)
+    assert stored.log is not None
+    for sequence, event in enumerate(waiting):
+        payload = encode(RolloutBatch.of_groups(event.groups))
+        for _ in range(1 + sequence % 2):  # a second time, as if its append had been interrupted at its end
+            stored.log.append("waiting", sequence, payload, xxhash.xxh3_64_intdigest(payload))
+    run.checkpoint()
+    run.history += waiting
+    for _ in range(2):
+        run.restart(1, 0)
+        run.assert_the_twin()
+        assert run.shards[0].delivered == {SENDER: 5, "waiting": 5}
+        run.checkpoint()
+    run.crash()
+
+
+def test_a_sender_that_lives_on_goes_on_where_it_was_in_another_generation_of_as_many_shards(tmp_path):
+    run = Run(tmp_path)
+    for event in distinct(3):
+        run.live(event)
+    run.checkpoint()
+    shutil.rmtree(run.replay)
+    for turn in range(2):
+        run.restart(1, 0)
+        assert run.shards[0].delivered == {SENDER: 3 + turn}
+        run.live(distinct(1, f"s{turn}", 100)[0])
+    run.restart(2, 0)
+    assert [stored.delivered for stored in run.shards] == [{}, {}]
+    run.crash()
+
+
+def test_somebody_who_only_reads_sees_the_shard_and_disturbs_nothing(tmp_path):
+    run = Run(tmp_path, 2, segment_bytes=700)
+    for event in distinct(20):
+        run.live(event)
+    run.live(Train(picks=(0, 7)))
+    path = run.checkpoint()
+    for event in distinct(5, "tail", 100):
+        run.live(event)
+    files = sorted(file for file in run.replay.rglob("*") if file.is_file())
+    before = [file.read_bytes() for file in files]
+    reader = StoredShard(ReplayShard(**ROOMY), replay=run.replay)
+    parts = {i: dict(np.load(path / f"shard-{i}.npz")) for i in range(2)}
+    reader.restore(parts, generations(run.replay), read_only=True)
+    assert in_any_order([reader.shard]) == in_any_order([run.twin()])
+    assert reader.log is None
+    assert sorted(file for file in run.replay.rglob("*") if file.is_file()) == files
+    assert [file.read_bytes() for file in files] == before
+    run.crash()
 
 
 def test_a_smaller_capacity_evicts_the_oldest(tmp_path):

@@ -198,6 +198,9 @@ def test_segments_leave_with_their_rollouts_and_everything_kept_can_be_restored(
     assert seen(run.shards[0].shard) == newest
     run.restart(1, 1)
     assert seen(run.shards[0].shard) == newest == seen(run.twin())
+    # What came after a checkpoint and has left with its segment counts as never received.
+    found, lived = books([run.shards[0].shard]), books([run.twin()])
+    assert all(counts <= before for counts, before in zip(found, lived, strict=True))
     run.crash()
 
 
