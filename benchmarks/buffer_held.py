@@ -46,7 +46,8 @@ STEPS_A_VERSION = 4  # batches that one policy writes
 PROMPTS_A_STEP, K = 64, 8
 SAMPLER = RewardRecencySampler(recent_probability=0.5, recent_age_steps=2, inverse_temperature=1.0)
 RUN = PolicyHistory(base_steps=(0,))
-IDLE_S = 0.0002
+IDLE_S = 0.0002  # between two looks, while a rate is measured
+WAIT_S = 0.005  # between two looks of a searcher that has no credit
 HUGE, HUGE_TOKENS = 10_000_000, 16
 
 
@@ -222,18 +223,19 @@ def _send(settings: dict[str, Any]) -> dict[str, float]:
     turn = 0
     while not settings["groups"]:
         turn += 1
-        _send_all(outbox, [replace(group, prompt_id=f"{group.prompt_id}/{turn}") for group in groups[:n_groups]])
+        again = [replace(group, prompt_id=f"{group.prompt_id}/{turn}") for group in groups[:n_groups]]
+        _send_all(outbox, again, WAIT_S)
     left = outbox.close(PATIENCE_S)
     if left:
         sys.exit(f"{left} rollouts were not acknowledged")
     return {"cpu_s": time.process_time() - cpu_s}
 
 
-def _send_all(outbox: RolloutSender, groups: list[RolloutGroup]) -> None:
+def _send_all(outbox: RolloutSender, groups: list[RolloutGroup], wait_s: float = IDLE_S) -> None:
     for group in groups:
         while not outbox.room:
             outbox.flush()
-            time.sleep(IDLE_S)
+            time.sleep(wait_s)
         outbox.send(group)
     outbox.flush()
 

@@ -631,7 +631,7 @@ def test_a_receiver_that_stands_still_for_a_while_gets_all_once():
             address = lines.readline().strip()
             with sender_to(address, batch_bytes=1000, resend_s=0.01) as outbox:
                 outbox.send(groups[0])
-                until(lambda: not outbox._unsafe(), outbox.flush)
+                until(lambda: not outbox.unacknowledged, outbox.flush)
                 os.kill(pid, signal.SIGSTOP)
                 for group in groups[1:]:
                     outbox.send(group)
