@@ -21,6 +21,7 @@ from benchmarks import buffer_held, buffer_peers
 from benchmarks.buffer_peers import BARE, BATCHES, CACHE, TRANSFERQUEUE, interleaved, parts, say, use_cores
 from benchmarks.buffer_wire import Sizes
 from benchmarks.ranks import machine, prepare
+from tba_megatron.dist import keep_freed_memory
 
 HELD = (10_000, 100_000, 1_000_000)
 IN_OFF, IN_ON, OUT = "in, segments off", "in, segments on", "out"
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--huge", action="store_true", help="also ten million short rollouts: minutes, and 6 GB")
     parser.add_argument("--no-peers", action="store_true", help="this project's buffer and bare frames alone")
     options = parser.parse_args(arguments)
+    keep_freed_memory()  # as the roles of a run do
     sizes = Sizes(rollouts=options.rollouts, tokens=options.tokens)
     started = time.perf_counter()
     memory = buffer_held.growth(max(options.held), sizes)

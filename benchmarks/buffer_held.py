@@ -27,6 +27,7 @@ from tba_megatron.buffer.sampler import RewardRecency
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.buffer.stored_shard import StoredShard
 from tba_megatron.config_sections import RewardRecencySampler
+from tba_megatron.dist import keep_freed_memory
 from tba_megatron.rollout_batch import RolloutBatch
 from tba_megatron.transport.rollout_sender import RolloutSender
 from tba_megatron.transport.rollouts import RolloutReceiver
@@ -241,4 +242,5 @@ def _send_all(outbox: RolloutSender, groups: list[RolloutGroup], wait_s: float =
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     print(json.dumps(_send(json.loads(sys.argv[1]))))

@@ -216,45 +216,57 @@ def take(flat: npt.NDArray[Any], lengths: npt.NDArray[Any], parts: Ints) -> npt.
 def _batch(
     groups: Sequence[RolloutGroup] | Sequence[TrainGroup], leases: list[int], copies: list[int] | None
 ) -> RolloutBatch:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    # One pass over the objects, and then columns: a searcher does this for every rollout that it sends.
+    rows = [_fields(rollout) for group in groups for rollout in group.rollouts]
+    columns = zip(*rows, strict=True) if rows else ((),) * 9
+    ids, token_ids, rewards, stops, spans, sources, behaviour, references, reference_versions = columns
     index: dict[str, int] = {}
-    searchers = [index.setdefault(r.rollout_id.searcher, len(index)) for r in rollouts]
-    sources = [index.setdefault(r.source, len(index)) for r in rollouts]
-    behaviour = [r.behaviour_logprobs for r in rollouts]
+    flat_spans = [
+        number for each in spans for s in each for number in (s.version.attempt, s.version.step, s.start, s.end)
+    ]
+    prompts = [group.prompt_token_ids for group in groups]
     return RolloutBatch(
         prompt_ids=tuple(group.prompt_id for group in groups),
-        names=tuple(index),
         lease_G=np.array(leases, np.int64),
         size_G=np.array([len(group.rollouts) for group in groups], np.int32),
-        prompt_length_G=np.array([len(group.prompt_token_ids) for group in groups], np.int32),
-        prompt_tokens=_joined([group.prompt_token_ids for group in groups], np.int32),
-        searcher_S=np.array(searchers, np.int32),
-        source_S=np.array(sources, np.int32),
-        sequence_S=np.array([r.rollout_id.sequence for r in rollouts], np.int64),
-        reward_S=np.array([r.reward for r in rollouts], np.float64),
-        stop_reason_S=np.array([_STOP_NUMBER[r.stop_reason] for r in rollouts], np.int8),
-        copies_S=np.ones(len(rollouts), np.int32) if copies is None else np.array(copies, np.int32),
-        length_S=np.array([len(r.token_ids) for r in rollouts], np.int32),
-        token_ids_T=_joined([r.token_ids for r in rollouts], np.int32),
+        prompt_length_G=np.array(list(map(len, prompts)), np.int32),
+        prompt_tokens=_joined(prompts, np.int32),
+        searcher_S=np.array([index.setdefault(each.searcher, len(index)) for each in ids], np.int32),
+        source_S=np.array([index.setdefault(source, len(index)) for source in sources], np.int32),
+        sequence_S=np.array([each.sequence for each in ids], np.int64),
+        reward_S=np.array(rewards, np.float64),
+        stop_reason_S=np.array([_STOP_NUMBER[stop] for stop in stops], np.int8),
+        copies_S=np.ones(len(rows), np.int32) if copies is None else np.array(copies, np.int32),
+        length_S=np.array(list(map(len, token_ids)), np.int32),
+        token_ids_T=_joined(token_ids, np.int32),
         behaviour_length_S=np.array([NO_BEHAVIOUR if b is None else len(b) for b in behaviour], np.int32),
         behaviour_B=_joined([b for b in behaviour if b is not None], np.float32),
-        span_count_S=np.array([len(r.spans) for r in rollouts], np.int32),
-        spans_P=np.array(
-            [(s.version.attempt, s.version.step, s.start, s.end) for r in rollouts for s in r.spans], np.int64
-        ).reshape(-1, 4),
-        reference_S=np.array([_or(r.reference_logprob, np.nan) for r in rollouts], np.float64),
-        reference_version_S=np.array([_or(r.reference_version, NO_VERSION) for r in rollouts], np.int64),
+        span_count_S=np.array(list(map(len, spans)), np.int32),
+        spans_P=np.array(flat_spans, np.int64).reshape(-1, 4),
+        reference_S=np.array([np.nan if r is None else r for r in references], np.float64),
+        reference_version_S=np.array([NO_VERSION if v is None else v for v in reference_versions], np.int64),
+        names=tuple(index),
+    )
+
+
+def _fields(r: Rollout) -> tuple[Any, ...]:
+    return (
+        r.rollout_id,
+        r.token_ids,
+        r.reward,
+        r.stop_reason,
+        r.spans,
+        r.source,
+        r.behaviour_logprobs,
+        r.reference_logprob,
+        r.reference_version,
     )
 
 
 _STOP_NUMBER = {reason: number for number, reason in enumerate(STOP_REASONS)}
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _joined(parts: list[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.concatenate(parts, dtype=dtype, casting="same_kind") if parts else np.zeros(0, dtype)
 
 

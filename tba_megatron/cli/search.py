@@ -13,7 +13,7 @@ from pathlib import Path
 from tba_megatron.cli.common import start_logging
 from tba_megatron.config import Config
 from tba_megatron.config_sections import VllmEngineConfig
-from tba_megatron.dist import prepare_searcher_environment
+from tba_megatron.dist import keep_freed_memory, prepare_searcher_environment
 from tba_megatron.errors import TransportError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.engine import SearchEngine
@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 def run(config: Config, args: argparse.Namespace) -> int:
     start_logging()
+    keep_freed_memory()
     from tba_megatron.search.searcher import Searcher, new_name
     from tba_megatron.transport.control import ControlClient
     from tba_megatron.transport.rollout_sender import RolloutSender

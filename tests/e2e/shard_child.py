@@ -26,7 +26,7 @@ TOKENS = 128
 SEGMENT_BYTES = 1 << 18
 BATCH_BYTES = 1 << 12  # a group a message
 WINDOW_BYTES = 1 << 15
-TURN_S = 0.005  # between two looks at what has arrived; with the window it limits how much there is to read again
+TURN_S = 0.01  # between two looks at what has arrived; with the window it limits how much there is to read again
 ORPHAN_POLL_S = 0.5
 
 

@@ -109,20 +109,20 @@ def used(shard: ReplayShard, rollout_id: Any) -> bool:
     return bool(shard.rows.uses[rows[mine]].any())
 
 
-@pytest.mark.parametrize("n_after", [2, 3, 1])
-def test_a_shard_whose_log_is_damaged_or_gone_begins_anew_and_the_others_do_not_mind(n_after, tmp_path, caplog):
+@pytest.mark.parametrize(("loser", "n_after"), [(0, 2), (1, 2), (0, 3), (1, 1)])
+def test_a_shard_whose_log_is_gone_begins_anew_and_the_others_do_not_mind(loser, n_after, tmp_path, caplog):
     """The shards are then in different generations, and stay so."""
     run = Run(tmp_path, 2, segment_bytes=700, **LARGE)
     for event in distinct(30):
         run.live(event)
     run.checkpoint()
     run.crash()
-    lost_folder = generations(run.replay)[0].folder(run.replay, 1)
+    lost_folder = generations(run.replay)[0].folder(run.replay, loser)
     shutil.rmtree(lost_folder)
     run.restart(2, 0)
     assert sum(str(lost_folder) in record.getMessage() for record in caplog.records) == 1
-    expected = ids_in(run.shards[0].shard)
-    assert len(expected) and not len(run.shards[1].shard)
+    expected = ids_in(run.shards[1 - loser].shard)
+    assert len(expected) and not len(run.shards[loser].shard)
     for turn in range(6):
         for event in distinct(5, f"s{turn}", 100 + 10 * turn):
             run.live(event)
@@ -130,6 +130,9 @@ def test_a_shard_whose_log_is_damaged_or_gone_begins_anew_and_the_others_do_not_
         if turn == 2:
             run.checkpoint()
             remove_generations(run.replay, [path for path, _ in run.checkpoints[-1:]])
+        if turn < 4:
+            has_logs = [g.folder(run.replay, 1 - loser).is_dir() for g in generations(run.replay)]
+            assert has_logs[0] and not any(has_logs[1:]), "the other had to begin anew"
         run.restart(2 if turn < 4 else n_after, 0)
         held = [ids_in(stored.shard) for stored in run.shards]
         assert set().union(*held) == expected and sum(map(len, held)) == len(expected)
