@@ -28,7 +28,7 @@ class Payload:
 
     def put(self, rows: Ints, batch: RolloutBatch, s: Ints) -> None:
         """Stores that of the rollouts ``s`` of ``batch`` as that of ``rows``."""
-        r, everything = self._rows, len(s) == batch.n_rollouts
+        r, everything = self._rows, len(s) == batch.n_rollouts and bool((s[1:] > s[:-1]).all())
         tokens = batch.token_ids_T if everything else take(batch.token_ids_T, batch.length_S, s)
         r.tokens_at[rows] = self._tokens.put(tokens, batch.length_S[s])
         lengths = np.maximum(batch.behaviour_length_S, 0)
