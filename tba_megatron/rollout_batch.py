@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -216,10 +217,10 @@ def take(flat: npt.NDArray[Any], lengths: npt.NDArray[Any], parts: Ints) -> npt.
 def _batch(
     groups: Sequence[RolloutGroup] | Sequence[TrainGroup], leases: list[int], copies: list[int] | None
 ) -> RolloutBatch:
-    # One pass over the objects, and then columns: a searcher does this for every rollout that it sends.
-    rows = [_fields(rollout) for group in groups for rollout in group.rollouts]
-    columns = zip(*rows, strict=True) if rows else ((),) * 9
-    ids, token_ids, rewards, stops, spans, sources, behaviour, references, reference_versions = columns
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    ids, token_ids, rewards, stops, spans, sources, behaviour, references, reference_versions = (
+        list(map(field, rollouts)) for field in _FIELDS
+    )
     index: dict[str, int] = {}
     flat_spans = [
         number for each in spans for s in each for number in (s.version.attempt, s.version.step, s.start, s.end)
@@ -236,7 +237,7 @@ def _batch(
         sequence_S=np.array([each.sequence for each in ids], np.int64),
         reward_S=np.array(rewards, np.float64),
         stop_reason_S=np.array([_STOP_NUMBER[stop] for stop in stops], np.int8),
-        copies_S=np.ones(len(rows), np.int32) if copies is None else np.array(copies, np.int32),
+        copies_S=np.ones(len(rollouts), np.int32) if copies is None else np.array(copies, np.int32),
         length_S=np.array(list(map(len, token_ids)), np.int32),
         token_ids_T=_joined(token_ids, np.int32),
         behaviour_length_S=np.array([NO_BEHAVIOUR if b is None else len(b) for b in behaviour], np.int32),
@@ -249,20 +250,22 @@ def _batch(
     )
 
 
-def _fields(r: Rollout) -> tuple[Any, ...]:
-    return (
-        r.rollout_id,
-        r.token_ids,
-        r.reward,
-        r.stop_reason,
-        r.spans,
-        r.source,
-        r.behaviour_logprobs,
-        r.reference_logprob,
-        r.reference_version,
+_FIELDS = tuple(
+    map(
+        attrgetter,
+        (
+            "rollout_id",
+            "token_ids",
+            "reward",
+            "stop_reason",
+            "spans",
+            "source",
+            "behaviour_logprobs",
+            "reference_logprob",
+            "reference_version",
+        ),
     )
-
-
+)
 _STOP_NUMBER = {reason: number for number, reason in enumerate(STOP_REASONS)}
 
 

@@ -51,9 +51,12 @@ class RowLists:
         self._slots[self._slot_of_row[rows]] = _HOLE
         np.subtract.at(self.size, lists, 1)
         touched = np.unique(lists)
-        for number in touched[self.size[touched] == 0].tolist():
-            self._release(int(self._start[number]), int(self._capacity[number]))
-            self._start[number] = self._filled[number] = self._head[number] = self._capacity[number] = 0
+        empty = touched[self.size[touched] == 0]
+        for capacity in np.unique(self._capacity[empty]).tolist():
+            starts = self._start[empty[self._capacity[empty] == capacity]]
+            self._free.setdefault(capacity, []).extend(starts.tolist())
+        for column in (self._start, self._filled, self._head, self._capacity):
+            column[empty] = 0
 
     def gather(self, lists: npt.NDArray[np.integer]) -> tuple[Ints, Ints]:
         """(rows of each list, end to end and in order; how many each has)."""

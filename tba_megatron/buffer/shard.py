@@ -7,7 +7,7 @@ counts duplicates, outgrows the pool and follows the trainer's step rather than 
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 
 import numpy as np
@@ -19,10 +19,10 @@ from tba_megatron.buffer.ledger import RolloutState, ShardCounts, ShardLedger
 from tba_megatron.buffer.payload import Payload
 from tba_megatron.buffer.prompts import PromptTable
 from tba_megatron.buffer.row_lists import RowLists
-from tba_megatron.buffer.rows import RowColumns, version_of
+from tba_megatron.buffer.rows import RowColumns, version_code, version_of
 from tba_megatron.buffer.validity import REASONS, VALID, invalid_reasons
 from tba_megatron.rollout_batch import Ints, RolloutBatch, offsets, take
-from tba_megatron.types import PolicyHistory, ShardReport
+from tba_megatron.types import PolicyHistory, PolicyVersion, ShardReport
 
 _S = RolloutState
 _TOKEN_BYTES = 4  # of a token id, and of a log-prob
@@ -92,8 +92,12 @@ class ReplayShard:
 
     def recent_rows(self, history: PolicyHistory, step: int, recent_age_steps: int) -> Ints:
         """Rows whose newest policy is on the history and at most ``recent_age_steps`` old, by version and arrival."""
-        ages = ((code, history.age_steps(version_of(code), step)) for code in self._versions)
-        recent = [self._version_lists[code] for code, age in ages if age is not None and age <= recent_age_steps]
+        recent: list[int] = []
+        for attempt in range(history.attempt + 1):
+            oldest = version_code(PolicyVersion(attempt, max(0, step - recent_age_steps)))
+            end = version_code(PolicyVersion(attempt + 1, 0))
+            codes = self._versions[bisect_left(self._versions, oldest) : bisect_left(self._versions, end)]
+            recent += [self._version_lists[code] for code in codes if history.holds(version_of(code))]
         return self._of_version.gather(np.array(recent, np.int64))[0]
 
     def fresh_prompts(self) -> Ints:
@@ -176,16 +180,19 @@ class ReplayShard:
         """[G] numbers of the prompts that are held, -1 for others. Marks the rollouts whose prompt cannot be."""
         ends = offsets(batch.prompt_length_G).tolist()
         first_S = offsets(batch.size_G).tolist()
-        any_valid_G = np.bincount(
-            np.repeat(np.arange(batch.n_groups), batch.size_G), reasons_S == VALID, batch.n_groups
-        )
+        group_S = np.repeat(np.arange(batch.n_groups), batch.size_G)
+        any_valid_G = np.bincount(group_S, reasons_S == VALID, batch.n_groups)
         prompt_G = np.array([self.prompts.number(prompt_id) for prompt_id in batch.prompt_ids], np.int64)
         held = iter(self.prompts.tokens(prompt_G[prompt_G >= 0]))
+        to_check = np.arange(batch.n_groups)
+        if len(set(batch.prompt_ids)) == batch.n_groups:  # a prompt that is new contradicts nothing
+            to_check = np.flatnonzero((prompt_G >= 0) | (batch.prompt_length_G == 0))
         tokens = batch.prompt_tokens
         begun: dict[str, npt.NDArray[np.int32]] = {}  # of prompts that are not held, by an earlier group
-        for g, (prompt_id, number) in enumerate(zip(batch.prompt_ids, prompt_G.tolist(), strict=True)):
+        for g in to_check.tolist():
+            prompt_id = batch.prompt_ids[g]
             mine = tokens[ends[g] : ends[g + 1]]
-            known = next(held) if number >= 0 else begun.get(prompt_id)
+            known = next(held) if prompt_G[g] >= 0 else begun.get(prompt_id)
             if not len(mine):
                 reasons_S[first_S[g] : first_S[g + 1]] = REASONS.index("prompt_empty")
             elif known is not None and known.tobytes() != mine.tobytes():

@@ -51,7 +51,7 @@ from tba_megatron.types import (
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.01  # how often an idle rank looks for work
-INTAKE_SHARE = 0.03  # of a step's time that may go into taking rollouts in before the next; what is left waits
+INTAKE_SHARE = 0.02  # of a step's time that may go into taking rollouts in before the next; what is left waits
 
 
 class TrainLoop:
