@@ -109,7 +109,8 @@ def _figures(
             "in_full_of_empty_segments_off": rate(many, IN_OFF) / rate(few, IN_OFF),
             "out_full_of_empty": rate(many, OUT) / rate(few, OUT),
         }
-    figures["memory_of_raw_bytes"] = memory["ratio"]
+    if memory["rollouts"] > 0.9 * HELD[-1]:  # what every shard has once counts for little there
+        figures["memory_of_raw_bytes"] = memory["ratio"]
     if step:
         figures["step_under_intake"] = step["ratio"]
     return {name: round(figure, 3) for name, figure in figures.items()}

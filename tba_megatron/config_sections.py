@@ -288,7 +288,7 @@ class TransportConfig(Section):
     """A searcher that says nothing for this long is lost; so is a trainer, for its searchers."""
     patience_s: Positive = 600.0
     """How long a searcher waits for a trainer to appear."""
-    window_bytes: Annotated[int, Field(ge=1 << 12)] = 64 << 20
+    window_bytes: Annotated[int, Field(ge=1 << 12)] = 256 << 20
     """Rollouts that may be under way to a shard or wait in it, over all searchers; beyond it they stop generating."""
     resend_s: Positive = 10.0
     """A message that was not acknowledged for this long is sent again."""

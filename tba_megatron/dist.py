@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STORE_FILE = "TBA_STORE_FILE"  # set by ``tba launch``: ranks on one machine meet in a file, so no port can be taken
 
 
-_MALLOC_OPTIONS = ((-1, 64 << 20), (-3, 8 << 20))  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (malloc.h), bytes
+_MALLOC_OPTIONS = ((-1, 128 << 20), (-3, 16 << 20))  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (malloc.h), bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +164,7 @@ def run_environment() -> Mapping[str, str]:
 
 
 def keep_freed_memory() -> bool:
-    """Blocks of up to 8 MiB that are freed stay with this process; whether its C library can be told so (glibc).
+    """Blocks of up to 16 MiB that are freed stay with this process; whether its C library can be told so (glibc).
 
     Messages of some MiB come and go for as long as a role lives. By default each is memory from the kernel, whose first
     use is a page fault for every 4 KiB: on a virtual machine that costs several times what copying the message does.

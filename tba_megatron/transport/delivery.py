@@ -146,8 +146,13 @@ class Outbound:
     _repeat: bool = False
 
     @property
+    def room_bytes(self) -> int:
+        """What may still be sent; a message may be larger, and is the last one then."""
+        return self._limit_bytes - self._sent_bytes
+
+    @property
     def may_send(self) -> bool:
-        return self._sent_bytes < self._limit_bytes
+        return self.room_bytes > 0
 
     @property
     def next_sequence(self) -> int:

@@ -51,7 +51,7 @@ class RolloutSender:
         sender: str,
         *,
         resend_s: float = 10.0,
-        batch_bytes: int = 4 << 20,
+        batch_bytes: int = 8 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._token, self._sender, self._batch_bytes, self._clock = token.encode(), sender, batch_bytes, clock
@@ -125,9 +125,13 @@ class RolloutSender:
                     _log.warning("an answer to rollouts that is none: %s", shown(str(error)))
 
     def _send_pending(self, lane: _Lane) -> None:
-        while lane.pending and lane.outbound.may_send:
+        outbound = lane.outbound
+        while lane.pending and outbound.may_send:
+            most_bytes = min(self._batch_bytes, outbound.room_bytes)
+            if most_bytes < min(self._batch_bytes, lane.pending_bytes) and outbound.n_unacknowledged:
+                return  # an answer is on its way: a larger message is less work for both ends
             groups, n_bytes = [], 0
-            while lane.pending and n_bytes < self._batch_bytes:  # not less, or a full list would leave a small rest
+            while lane.pending and n_bytes < most_bytes:  # not less, or a full list would leave a small rest
                 group, group_bytes = lane.pending.popleft()
                 groups.append(group)
                 n_bytes += group_bytes

@@ -142,7 +142,7 @@ class RolloutReceiver:
         port: int = 0,
         log: ArrivalLog | None = None,
         delivered: Mapping[str, int] | None = None,
-        window_bytes: int = 64 << 20,
+        window_bytes: int = 256 << 20,
         fsync_every_s: float = 0.0,
     ) -> None:
         self._token, self._arrival_log, self._fsync_every_s = token.encode(), log, fsync_every_s
