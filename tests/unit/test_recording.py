@@ -148,7 +148,5 @@ def test_a_recording_that_cannot_be_written_is_one_line(tmp_path):
 def test_a_recording_of_another_version_of_the_program_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "encode", lambda batch: b"something else")
     record(tmp_path, [1])
-    with pytest.raises(
-        CheckpointError, match="was written by another version of this program"
-    ):
+    with pytest.raises(CheckpointError, match="was written by another version of this program"):
         Recording(tmp_path).groups(1)
