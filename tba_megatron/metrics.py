@@ -42,7 +42,7 @@ CHARTS = {
         "tokens per second": ["Multiline", ["throughput/rollout_tok_s", "throughput/train_tok_s"]],
         "seconds": ["Multiline", ["time/step_s", "time/wait_rollout_s", "time/weight_sync_s"]],
         "searchers": ["Multiline", ["fleet/searchers_live", "fleet/lost_total"]],
-        "buffer": ["Multiline", ["buffer/size"]],
+        "buffer": ["Multiline", ["buffer/rollouts", "buffer/prompts", "buffer/fresh_prompts"]],
     },
 }
 

@@ -238,19 +238,10 @@ class ShardReport:
     """What a shard tells before a plan is made: counts only, never rollouts."""
 
     n_prompts: int  # prompts with at least one rollout
-    n_recent: int  # of them, prompts whose newest rollouts count as recent
+    n_recent: int  # of them, prompts with a recent rollout
     n_fresh: int  # of those, prompts with a recent visit after which nothing of them was trained on
     n_rollouts: int
     bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """What a step did; ``metrics`` are already reduced over all ranks."""
-
-    step: int
-    skipped: bool  # a non-finite gradient: nothing was applied
-    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tba_megatron.buffer import keyed
-from tba_megatron.buffer.prompts import BINS
+from tba_megatron.buffer.prompts import bins_of
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.rollout_batch import Ints, ranges
 
 Keys = npt.NDArray[np.uint64]
-_BIN_SHIFT = np.uint64(64 - BINS.bit_length() + 1)
 _TIES = 3  # what noise is for
 
 
@@ -168,11 +167,6 @@ def by_rank(
     found = order[starts + (ranks - (ends - histogram)[bins])]
     mine = np.flatnonzero(owner[found] == shards.index)
     return numbers[place[found[mine]]], mine
-
-
-def bins_of(keys: Keys) -> Ints:
-    """The bin of each key in a histogram of prompts."""
-    return (keys >> _BIN_SHIFT).astype(np.int64)
 
 
 def _origins(sizes: Sequence[int]) -> tuple[Ints, Ints]:

@@ -16,7 +16,7 @@ from tba_megatron.buffer import keyed
 from tba_megatron.buffer.choice import Chosen
 from tba_megatron.buffer.rows import RowColumns
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.rollout_batch import Ints, RolloutBatch, offsets, ranges
+from tba_megatron.rollout_batch import Ints, RolloutBatch, offsets
 
 Floats64 = npt.NDArray[np.float64]
 _WITHOUT, _WITH = 1, 2  # what noise is for
@@ -134,12 +134,18 @@ def _without_replacement(
     sizes: Ints, copies: Ints, logits: Floats64, rewards: Floats64, noise: keyed.Hashes, k: int
 ) -> Ints:
     """[N] how often each row is among the K largest of its group's copies."""
-    row = np.repeat(np.arange(len(copies)), copies)
-    copy = ranges(np.zeros(len(copies), np.int64), copies)
-    hashes = keyed.absorb(noise[row], _WITHOUT, copy)
+    # Of c copies at most k can be drawn: the j-th largest of c Gumbel numbers is -log of the j-th smallest of c
+    # exponential ones, whose spacings are exponential (Renyi 1953), so however many copies cost no more than k.
+    most = np.minimum(copies, k)
+    turn = np.arange(int(most.max()))
+    taken = turn < most[:, None]
+    hashes = keyed.absorb(noise[:, None], _WITHOUT, turn)
+    spacings = np.where(taken, -np.log(keyed.uniform(hashes)) / np.maximum(copies[:, None] - turn, 1), 0.0)
+    scores = logits[:, None] - np.log(np.cumsum(spacings, axis=1))
+    row = np.repeat(np.arange(len(copies)), most)
     group = np.repeat(np.arange(len(sizes)), sizes)
-    group_sizes = np.add.reduceat(copies, offsets(sizes)[:-1])
-    top = _largest(group[row], group_sizes, k, logits[row] + keyed.gumbel(hashes), rewards[row], hashes)
+    group_sizes = np.add.reduceat(most, offsets(sizes)[:-1])
+    top = _largest(group[row], group_sizes, k, scores[taken], rewards[row], hashes[taken])
     return np.bincount(row[top], minlength=len(copies))
 
 

@@ -88,12 +88,12 @@ class PromptTable:
         self.n_fresh_rows[numbers] = 0
         self.length[numbers] = lengths
         self._address[numbers] = self._tokens.put(tokens, lengths)
-        self._bins.append(self._bin(numbers), numbers)
+        self._bins.append(bins_of(self.key[numbers]), numbers)
         return numbers
 
     def forget(self, numbers: Ints) -> None:
         """Nothing of these is held any more."""
-        self._bins.remove(self._bin(numbers), numbers)
+        self._bins.remove(bins_of(self.key[numbers]), numbers)
         self._tokens.free(self._address[numbers], self.length[numbers])
         for number in numbers.tolist():
             del self._numbers[self._ids[number]]
@@ -112,9 +112,6 @@ class PromptTable:
         keys = self.key[numbers]
         order = np.argsort(keys, kind="stable")
         return numbers[order], keys[order]
-
-    def _bin(self, numbers: Ints) -> Ints:
-        return (self.key[numbers] >> _SHIFT).astype(np.int64)
 
     def _compact(self) -> None:
         blocks = self._tokens.sparse_blocks()
@@ -136,3 +133,8 @@ class PromptTable:
 def prompt_key(prompt_id: str) -> int:
     """A 64-bit hash that is the same in every process and every run."""
     return xxhash.xxh3_64_intdigest(prompt_id.encode())
+
+
+def bins_of(keys: npt.NDArray[np.uint64]) -> Ints:
+    """The bin of each key in ``PromptTable.histogram``."""
+    return (keys >> _SHIFT).astype(np.int64)

@@ -19,26 +19,37 @@ from tba_megatron.buffer.choice import (
     Keys,
     Offer,
     Shards,
-    bins_of,
     first_n,
     merge,
     tie_breaks,
     uniform_rounds,
 )
 from tba_megatron.buffer.draws import Draw, Floats64, Pools, by_reward, log_weights, oldest, whole_draw
-from tba_megatron.buffer.prompts import BINS
+from tba_megatron.buffer.prompts import BINS, bins_of
 from tba_megatron.buffer.recency import nothing_recent, recent_part
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.rollout_batch import Ints, offsets
 from tba_megatron.types import PolicyHistory, ShardReport
 
 _PROMPTS = 4  # what noise is for
+_AHEAD_STEPS = 1  # age up to which prompts hold searchers back where steps draw without regard to age
 
 
 class Sampler(Protocol):
-    """The seam between the shards and a step."""
+    """The seam between the shards and a step.
 
-    def report(self, shard: ReplayShard, history: PolicyHistory, step: int) -> ShardReport: ...
+    ``fresh_first``: a step takes fresh prompts before others. ``repeats``: a step of more prompts than there are draws
+    some again; otherwise it has to wait for them.
+    """
+
+    fresh_first: bool
+    repeats: bool
+
+    def report(self, shard: ReplayShard, history: PolicyHistory, step: int) -> ShardReport:
+        """Counts of a shard. ``n_fresh`` holds searchers back (``search.max_ahead_steps``): prompts that a sampler may
+        leave for ever must not be fresh for ever.
+        """
+        ...
 
     def available(self, reports: Sequence[ShardReport]) -> int:
         """How many different prompts could be drawn now; a step waits until they are enough."""
@@ -74,6 +85,8 @@ def make_sampler(settings: config_sections.Sampler) -> Sampler:
 
 class RewardRecency:
     """Recent prompts with probability m, fresh ones first; the others uniformly, by reward from their whole pools."""
+
+    fresh_first, repeats = True, True
 
     def __init__(self, settings: config_sections.RewardRecencySampler) -> None:
         self._settings = settings
@@ -139,11 +152,14 @@ class RewardRecency:
 class Uniform(RewardRecency):
     """All prompts alike, and the rollouts of each."""
 
-    def __init__(self) -> None:
-        super().__init__(config_sections.RewardRecencySampler(recent_probability=0.0, inverse_temperature=0.0))
+    fresh_first = False
 
-    def report(self, shard: ReplayShard, history: PolicyHistory, step: int) -> ShardReport:
-        return shard.report_fresh()  # there is no age from which on a rollout is not recent
+    def __init__(self) -> None:
+        super().__init__(
+            config_sections.RewardRecencySampler(
+                recent_probability=0.0, inverse_temperature=0.0, recent_age_steps=_AHEAD_STEPS
+            )
+        )
 
 
 class Prioritised:
@@ -153,11 +169,13 @@ class Prioritised:
     another without replacement, and then the rollouts of each by the same weights.
     """
 
+    fresh_first, repeats = False, True
+
     def __init__(self, settings: config_sections.PrioritisedSampler) -> None:
         self._inverse_temperature = settings.inverse_temperature
 
     def report(self, shard: ReplayShard, history: PolicyHistory, step: int) -> ShardReport:
-        return shard.report_fresh()
+        return shard.report(history, step, _AHEAD_STEPS)
 
     def available(self, reports: Sequence[ShardReport]) -> int:
         return sum(report.n_prompts for report in reports)
@@ -220,6 +238,8 @@ class Fifo:
     A prompt can be drawn while it has a visit of which nothing was trained. What a visit leaves over, where it brought
     more than K rollouts, joins the prompt's next visit; where it brought fewer, some are drawn again within the group.
     """
+
+    fresh_first, repeats = True, False
 
     def report(self, shard: ReplayShard, history: PolicyHistory, step: int) -> ShardReport:
         return shard.report_fresh()

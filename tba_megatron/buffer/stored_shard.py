@@ -177,7 +177,10 @@ class StoredShard:
         as_many = all(_generation(columns["log"]).n_shards == self._n_shards for columns in parts.values())
         lost = restore(self.shard, sources, self._owns, keeps_rest=as_many or self._index == 0)
         if lost:
-            _log.warning("%d rollouts of the checkpoint are in no log; they count as never received", lost)
+            _log.warning(
+                "%d rollouts of the checkpoint are in no log; those that were not trained on count as never received",
+                lost,
+            )
         if as_many:
             self.delivered = _delivered(parts[self._index])
 

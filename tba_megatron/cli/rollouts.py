@@ -182,9 +182,11 @@ def _code(character: str) -> str:
 
 def _totals_line(found: Totals) -> str:
     age = f"age p50 {found.age_p50} max {found.age_max}" if found.age_max is not None else "age -"
+    step = found.uses_as_of_step
+    as_of = f" (as of step {step})" if step is not None else " (no checkpoint says which)"
     return (
         f"{found.n_rollouts} of {found.n_held} rollouts match, {found.n_prompts} prompts, {_size(found.bytes)}, "
-        f"mean reward {found.mean_reward:.3g}, never used {100 * found.never_used_fraction:.1f} %, {age}"
+        f"mean reward {found.mean_reward:.3g}, never used {100 * found.never_used_fraction:.1f} %{as_of}, {age}"
     )
 
 

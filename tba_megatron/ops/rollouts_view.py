@@ -104,6 +104,7 @@ class Totals:
     bytes: int  # of prompts, completions and behaviour log-probs
     mean_reward: float
     never_used_fraction: float
+    uses_as_of_step: int | None  # of the checkpoint that knows them; None without one
     age_p50: int | None  # None where none has an age
     age_max: int | None
 
@@ -115,6 +116,7 @@ class StoredRollouts:
     shard: ReplayShard
     tokenizer: Tokenizer
     age: Ints
+    checkpoint_step: int | None = None
 
 
 def open_rollouts(folder: Path) -> StoredRollouts:
@@ -141,6 +143,7 @@ def open_rollouts(folder: Path) -> StoredRollouts:
         shard=shard,
         tokenizer=HfTokenizer(config.start_model),
         age=_ages(shard, PolicyHistory(base_steps=base_steps), state.step if state else 0),
+        checkpoint_step=state.step if state else None,
     )
 
 
@@ -288,6 +291,7 @@ def totals(stored: StoredRollouts, rows: Ints) -> Totals:
         bytes=_TOKEN_BYTES * (elements + int(stored.shard.prompts.length[prompts].sum(dtype=np.int64))),
         mean_reward=float(r.reward[rows].mean()) if len(rows) else 0.0,
         never_used_fraction=float((r.uses[rows] == 0).mean()) if len(rows) else 0.0,
+        uses_as_of_step=stored.checkpoint_step,
         age_p50=int(np.percentile(age, 50, method="lower")) if len(age) else None,
         age_max=int(age.max()) if len(age) else None,
     )

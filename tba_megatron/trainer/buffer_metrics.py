@@ -39,7 +39,7 @@ def draw_metrics(drawn: Sequence[DrawFacts], ages: Counter[int], seconds: float)
 
 def shard_metrics(reports: Sequence[ShardReport], messages: Sequence[MessageCounts]) -> dict[str, float]:
     return {
-        "buffer/size": sum(report.n_rollouts for report in reports),
+        "buffer/rollouts": sum(report.n_rollouts for report in reports),
         "buffer/prompts": sum(report.n_prompts for report in reports),
         "buffer/bytes": sum(report.bytes for report in reports),
         "buffer/waiting_bytes": sum(m.waiting_bytes for m in messages),
@@ -49,8 +49,9 @@ def shard_metrics(reports: Sequence[ShardReport], messages: Sequence[MessageCoun
     }
 
 
-def ledger_metrics(ledger: LedgerCounts) -> dict[str, float]:
+def ledger_metrics(ledger: LedgerCounts, invalid_reasons: Mapping[str, int]) -> dict[str, float]:
     return {
+        **{f"ledger/invalid_{reason}": n for reason, n in invalid_reasons.items()},
         "ledger/generated": ledger.generated,
         "ledger/in_flight": ledger.in_flight,
         "ledger/held_untrained": ledger.held_untrained,

@@ -74,7 +74,8 @@ class Chief:
         self._counts: list[ShardCounts] = []
         self._reports: list[ShardReport] = []
         self._messages: list[MessageCounts] = []
-        self._fresh_groups = 0
+        self._fresh_prompts = 0  # as reported
+        self._visits = 0  # groups that arrived
         self._stopped_by: int = 0
         self._save_written = False
         self._goodbye_until_s = 0.0
@@ -110,11 +111,18 @@ class Chief:
 
     def _enough(self, reports: Sequence[ShardReport], step: int) -> bool:
         """Whether the shards hold what a step needs."""
-        buffer, first = self._config.buffer, step == self._restored.step
-        prompts = self._config.trainer.prompts_per_step
-        needed = max(prompts, buffer.initial_groups if first else 0)
-        fresh = sum(report.n_fresh for report in reports)
-        return self._sampler.available(reports) >= needed and fresh >= buffer.fresh_prompts_per_step
+        fresh, available = sum(report.n_fresh for report in reports), self._sampler.available(reports)
+        if fresh < self._config.buffer.fresh_prompts_per_step:
+            return False
+        # Searchers that have made twice as many visits as prompts are needed came back to the same ones: there are
+        # fewer, and a step repeats some.
+        few = self._sampler.repeats and available > 0 and self._visits >= 2 * self._needed(step)
+        return available >= self._needed(step) or few
+
+    def _needed(self, step: int) -> int:
+        """Prompts that have to be held before a step."""
+        first = step == self._restored.step
+        return max(self._config.trainer.prompts_per_step, self._config.buffer.initial_groups if first else 0)
 
     def _wait(self, step: int) -> StepPlan:
         now_s = time.monotonic()
@@ -126,17 +134,18 @@ class Chief:
             ledger = self.ledger()
             message = (
                 f"nothing to train on for {now_s - self._waiting_since_s:.0f} s: {len(living)} searchers alive, "
-                f"{self._fresh_groups} fresh groups held, {self._control.outstanding_prompts()} prompts leased, "
+                f"{self._sampler.available(self._reports)} of the {self._needed(step)} prompts that a step needs, "
+                f"{self._fresh_prompts} fresh ones, {self._control.outstanding_prompts()} leased, "
                 f"{ledger.invalid} of {ledger.generated} rollouts invalid "
-                f"({', '.join(sorted(self._invalid_reasons())) or 'none'})"
+                f"({', '.join(f'{n} {reason}' for reason, n in self._invalid_reasons().items()) or 'none'})"
             )
             _log.warning(message)
             print(message, flush=True)  # who watches the console would see a run that stands still
         # Whatever is due: rollouts of older weights may not count as recent, and then nothing would ever be.
         return self._plan(Action.WAIT, step, publish=self._publish_plan(step, due=True))
 
-    def _invalid_reasons(self) -> set[str]:
-        return {reason for counts in self._counts for reason in counts.invalid_reasons}
+    def _invalid_reasons(self) -> Counter[str]:
+        return sum((Counter(counts.invalid_reasons) for counts in self._counts), Counter())
 
     def _stop_waiting(self) -> None:
         now_s = time.monotonic()
@@ -224,11 +233,12 @@ class Chief:
         reports = [note.report for note in notes if note.report is not None]
         self._counts = [note.counts for note in notes if note.counts is not None]
         self._reports, self._messages = reports, [note.messages for note in notes]
-        self._fresh_groups = sum(report.n_fresh for report in reports)
+        self._fresh_prompts = sum(report.n_fresh for report in reports)
         arrived = Counter()
         for note in notes:
             arrived.update(note.arrived)
-        self._control.note(arrived=dict(arrived), fresh_groups=self._fresh_groups)
+        self._visits += arrived.total()
+        self._control.note(arrived=dict(arrived), fresh_prompts=self._fresh_prompts)
         for evaluated in self._control.take_evaluations():
             measured_step = PolicyVersion.parse(evaluated.version).step
             if measured_step == 0:
@@ -240,8 +250,8 @@ class Chief:
 
     def note_drawn(self, prompts: int) -> None:
         """A step has taken its prompts: searchers may go on while it trains."""
-        self._fresh_groups = max(0, self._fresh_groups - prompts)
-        self._control.note(arrived={}, fresh_groups=self._fresh_groups)
+        if self._sampler.fresh_first:
+            self._control.note(arrived={}, fresh_prompts=max(0, self._fresh_prompts - prompts))
 
     def ledger(self) -> LedgerCounts:
         generated, gone = self._control.generated()
@@ -283,7 +293,7 @@ class Chief:
             **update_metrics(done, self._skipped),
             **draw_metrics(drawn, ages, seconds),
             **shard_metrics(self._reports, self._messages),
-            "buffer/fresh_groups": self._fresh_groups,
+            "buffer/fresh_prompts": self._fresh_prompts,
             "fleet/refused_total": self._control.refused,
             "time/step_s": seconds,
             "time/wait_rollout_s": self._wait_before_step_s,
@@ -295,7 +305,7 @@ class Chief:
             "fleet/joined_total": joined,
             "fleet/lost_total": lost,
             "fleet/idle_frac": idle_s / (busy_s + idle_s) if busy_s + idle_s else 0.0,
-            **ledger_metrics(self.ledger()),
+            **ledger_metrics(self.ledger(), self._invalid_reasons()),
         }
         self._log.log(step, metrics)
         every = self._config.metrics.sample_rollouts_every_steps

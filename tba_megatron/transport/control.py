@@ -71,7 +71,7 @@ class ControlServer:
         self._registry = Registry(newest=newest)
         self._leases = leases
         self._max_ahead_groups = max_ahead_groups
-        self._fresh_groups = 0
+        self._fresh_prompts = 0
         self._granting = True
         self._outbox: deque[tuple[str, ToSearcher]] = deque()
         self._evaluations: deque[Evaluated] = deque()
@@ -136,12 +136,12 @@ class ControlServer:
         with self._lock:
             return self._leases.outstanding
 
-    def note(self, *, arrived: dict[int, int], fresh_groups: int) -> None:
+    def note(self, *, arrived: dict[int, int], fresh_prompts: int) -> None:
         """Groups that arrived by lease, and how many groups the shards hold that were never trained on."""
         with self._lock:
             for lease, groups in arrived.items():
                 self._leases.arrived(lease, groups)
-            self._fresh_groups = fresh_groups
+            self._fresh_prompts = fresh_prompts
         self._wake()
 
     def published(self, version: PolicyVersion) -> None:
@@ -314,7 +314,7 @@ class ControlServer:
     def _grant(self) -> None:
         """Give prompts to those who want some, the emptiest first, as far as searchers may be ahead."""
         for member in sorted(self._registry.living(), key=lambda m: -m.wants):
-            room = self._max_ahead_groups - self._leases.outstanding - self._fresh_groups
+            room = self._max_ahead_groups - self._leases.outstanding - self._fresh_prompts
             if not self._granting or room <= 0:
                 return
             if member.wants and not member.evaluating:

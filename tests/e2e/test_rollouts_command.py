@@ -33,7 +33,7 @@ def test_what_a_run_has_stored_is_what_its_summary_counts(tmp_path, segments):
     assert done.returncode == 0, done.stdout + done.stderr
     names, *lines, totals = rollouts(run, "max_uses=0", "limit=0")
     assert len(lines) == summary_of(run)["rollouts_held_untrained"] > 0
-    assert totals.startswith(f"# {len(lines)} of ") and "never used 100.0 %" in totals
+    assert totals.startswith(f"# {len(lines)} of ") and "never used 100.0 % (as of step 5)" in totals
     column = names.split("\t").index("uses")
     assert {line.split("\t")[column] for line in lines} == {"0"}
     file = tmp_path / "all.jsonl"

@@ -56,8 +56,8 @@ class Control:
     def change(self, searcher, **changes):
         self.fleet = [replace(m, **changes) if m.searcher == searcher else m for m in self.fleet]
 
-    def note(self, *, arrived, fresh_groups):
-        self.noted.append((arrived, fresh_groups))
+    def note(self, *, arrived, fresh_prompts):
+        self.noted.append((arrived, fresh_prompts))
 
     def take_evaluations(self):
         done, self.evaluations = self.evaluations, []
@@ -190,6 +190,28 @@ def test_training_begins_with_initial_groups_and_goes_on_with_less(tmp_path):
     assert desk.decide(0, ENOUGH).action is Action.WAIT
     assert desk.decide(0, 16).action is Action.TRAIN
     assert desk.decide(1, ENOUGH).action is Action.TRAIN
+
+
+def test_prompts_are_repeated_once_searchers_came_back_to_the_same_ones(tmp_path):
+    desk = Desk(tmp_path)
+    visits = {0: 2 * ENOUGH - 1}
+    assert desk.decide(prompts=ENOUGH - 1, arrived=visits).action is Action.WAIT
+    assert desk.decide(prompts=ENOUGH - 1, arrived={0: 1}).action is Action.TRAIN
+    assert Desk(tmp_path).decide(prompts=0, arrived={0: 2 * ENOUGH}).action is Action.WAIT
+
+
+def test_fifo_waits_for_as_many_prompts_as_a_step_has(tmp_path):
+    desk = Desk(tmp_path, "buffer.sampler={kind: fifo}")
+    assert desk.decide(prompts=ENOUGH - 1, arrived={0: 9 * ENOUGH}).action is Action.WAIT
+    assert desk.decide(prompts=ENOUGH, arrived={0: 1}).action is Action.TRAIN
+
+
+@pytest.mark.parametrize(("sampler", "left"), [("reward_recency", 0), ("fifo", 0), ("uniform", ENOUGH)])
+def test_a_step_makes_room_for_as_many_prompts_as_it_takes_fresh(sampler, left, tmp_path):
+    desk = Desk(tmp_path, f"buffer.sampler={{kind: {sampler}}}")
+    desk.decide()
+    desk.chief.note_drawn(ENOUGH)
+    assert desk.control.noted[-1][1] == left
 
 
 def test_fresh_prompts_are_waited_for(tmp_path):

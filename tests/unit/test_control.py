@@ -224,24 +224,24 @@ def test_leases_never_exceed_what_searchers_may_be_ahead():
 
 def test_groups_that_were_never_trained_on_take_room():
     with serving(max_ahead_groups=8) as server, peers(server, "a") as (a,):
-        server.note(arrived={}, fresh_groups=5)
+        server.note(arrived={}, fresh_prompts=5)
         a.beat(wanted=6)
         a.beat(wanted=6 - a.received)
         assert server.outstanding_prompts() == 3
-        server.note(arrived={a.leases[0].lease: 3}, fresh_groups=8)
+        server.note(arrived={a.leases[0].lease: 3}, fresh_prompts=8)
         a.beat(wanted=6)
         a.beat(wanted=6)
         assert server.outstanding_prompts() == 0
-        server.note(arrived={}, fresh_groups=0)  # a step took them
+        server.note(arrived={}, fresh_prompts=0)  # a step took them
         wait_for(lambda: server.outstanding_prompts() == 6)
 
 
 def test_the_emptiest_searcher_is_served_first():
     with serving(max_ahead_groups=5) as server, peers(server, "a", "b") as (a, b):
-        server.note(arrived={}, fresh_groups=5)
+        server.note(arrived={}, fresh_prompts=5)
         a.beat(wanted=2)
         b.beat(wanted=4)
-        server.note(arrived={}, fresh_groups=0)
+        server.note(arrived={}, fresh_prompts=0)
         wait_for(lambda: server.outstanding_prompts() == 5)
         a.beat()
         b.beat()
@@ -298,7 +298,7 @@ def test_a_searcher_that_was_only_slow_comes_back(caplog):
         a.beat(wanted=0, generated=7)
         assert [m.searcher for m in server.members()] == ["a"]
         assert server.generated() == ({"a": 7}, frozenset())
-        server.note(arrived={a.leases[0].lease: 2}, fresh_groups=0)  # of a lease that was taken back
+        server.note(arrived={a.leases[0].lease: 2}, fresh_prompts=0)  # of a lease that was taken back
         a.beat(wanted=2)
         wait_for(lambda: server.outstanding_prompts() == 2)
         assert server.unfinished_prompts() == (2, [(0, 2)])

@@ -389,7 +389,8 @@ def test_a_pipe_gets_names_a_line_a_rollout_and_the_totals(run, capsys):
         "completion": "2",
     }
     assert last == (
-        "# 5 of 6 rollouts match, 3 prompts, 92 bytes, mean reward 0.55, never used 60.0 %, age p50 4 max 4"
+        "# 5 of 6 rollouts match, 3 prompts, 92 bytes, mean reward 0.55, never used 60.0 % (as of step 4), "
+        "age p50 4 max 4"
     )
 
 

@@ -48,11 +48,11 @@ def test_as_many_prompts_are_available_as_could_be_drawn(sampler: Sampler):
     assert sampler.available([report(0)]) == 0
 
 
-def test_only_recency_looks_at_ages_to_report_what_is_fresh():
+def test_what_a_sampler_may_never_draw_is_not_fresh_for_ever():
     shard = shard_of(pool(RolloutFactory(), "a", [0.0], step=0), pool(RolloutFactory(), "b", [0.0], step=9))
     history = PolicyHistory(base_steps=(0,))
     found = {name: sampler.report(shard, history, 9).n_fresh for name, sampler in SAMPLERS.items()}
-    assert found == {"reward_recency": 1, "uniform": 2, "prioritised": 2, "fifo": 2}
+    assert found == {"reward_recency": 1, "uniform": 1, "prioritised": 1, "fifo": 2}
 
 
 @every_sampler
@@ -292,3 +292,17 @@ def test_one_prompt_of_150_000_rollouts_is_drawn_from_by_reward():
         assert (draw.batch.n_rollouts, draw.batch.copies_S.max(), draw.with_replacement) == (512, 1, 0)
     assert abs(uniform.batch.reward_S.mean()) < 0.25
     assert by_reward.batch.reward_S.mean() == pytest.approx(2.0, abs=0.25)  # exp(2 r) tilts N(0, 1) to N(2, 1)
+
+
+@every_sampler
+def test_a_million_copies_of_a_rollout_cost_no_more_than_k(sampler: Sampler):
+    make = RolloutFactory()
+    shard = shard_of(make.group("a", [1, 2, 3]))
+    shard.rows.copies[shard.rows_of(np.array([0]))[0]] = [10**9, 10**9, 1]
+    counts = Counter()
+    for seed in range(200):
+        draw = draw_one(sampler, shard, 1, 8, seed)
+        counts.update(tokens_of(draw, 0))
+    assert counts[3] == 0
+    if not isinstance(sampler, Fifo):
+        assert abs(counts[1] - counts[2]) < 200  # of 1600: five standard deviations of a fair coin

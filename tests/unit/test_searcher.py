@@ -425,7 +425,7 @@ class Trainer:
         new = groups_of(self.receiver)
         self.arrived += new
         for group in new:
-            self.control.note(arrived={group.lease: 1}, fresh_groups=0)
+            self.control.note(arrived={group.lease: 1}, fresh_prompts=0)
 
     def receive_until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 60
