@@ -266,7 +266,7 @@ class BufferConfig(Section):
     initial_groups: CountOrZero = 0
     """Training waits until this many prompts have rollouts. At least ``trainer.prompts_per_step`` are needed anyway."""
     fresh_prompts_per_step: CountOrZero = 0
-    """Training waits until this many prompts have recent rollouts that were never trained on."""
+    """Training waits until this many prompts have a recent visit after which nothing of them was trained on."""
     sampler: Sampler = RewardRecencySampler()
     segments: Segments = SegmentsConfig()
 

@@ -9,7 +9,7 @@ from tba_megatron.buffer.rows import MOST_ATTEMPT, MOST_STEP
 from tba_megatron.rollout_batch import NO_BEHAVIOUR, NO_VERSION, STOP_REASONS, RolloutBatch, offsets
 from tba_megatron.types import StopReason
 
-# In the order in which they are looked for; the names are keys of the metrics.
+# In the order in which they are looked for; metrics are named by them, ``ledger/invalid_spans`` for one.
 REASONS = (
     "prompt_empty",  # nothing would predict the first token of the completion
     "prompt_differs",  # the sender has another tokenizer or template

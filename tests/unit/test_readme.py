@@ -23,6 +23,7 @@ DOCUMENTS = [
         "benchmarks/README.md",
         "docs/parallelism.md",
         "docs/kernels.md",
+        "docs/buffer.md",
     )
 ]
 TOP = ("tba_megatron", "megatron_patches", "configs", "scripts", "tests", "benchmarks", "requirements", "docs")
