@@ -54,6 +54,12 @@ class Config(Section):
         """Prompts that may be leased or held untrained before searchers have to wait."""
         return max(1, round(self.search.max_ahead_steps * self.trainer.prompts_per_step))
 
+    def _bytes_of_prompts(self, n: int) -> int:
+        """What ``n`` prompts and their completions take at most in the shards, from one visit of each."""
+        search = self.search
+        numbers = search.completions_per_prompt * search.max_new_tokens * (1 + search.behaviour_logprobs)
+        return 4 * n * (self.model.max_length + numbers)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         problems = [message for bad, message in self._rules() if bad]
@@ -75,6 +81,12 @@ class Config(Section):
                 b.capacity_rollouts < needed * s.completions_per_prompt,
                 f"buffer.capacity_rollouts: {b.capacity_rollouts} cannot hold {needed} prompts of "
                 f"{s.completions_per_prompt} completions; raise it to at least {needed * s.completions_per_prompt}",
+            ),
+            (
+                b.capacity_bytes < self._bytes_of_prompts(needed),
+                f"buffer.capacity_bytes: {b.capacity_bytes} cannot hold {needed} prompts of {s.completions_per_prompt} "
+                f"completions of search.max_new_tokens ({s.max_new_tokens}); raise it to at least "
+                f"{self._bytes_of_prompts(needed)}",
             ),
             (
                 b.fresh_prompts_per_step > self.max_ahead_groups,

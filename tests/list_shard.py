@@ -241,6 +241,7 @@ def invalid_reason(rollout: Rollout, *, drop_truncated: bool) -> str | None:
         "reference_logprob_not_finite": reference is not None and not math.isfinite(reference),
         "reference_version_missing": (reference is None) != (reference_version is None),
         "spans": impossible or (not only if n_tokens == 0 else empty or written != list(range(n_tokens))),
+        "token_negative": any(token < 0 for token in rollout.token_ids.tolist()),
         "aborted": rollout.stop_reason is StopReason.ABORT,
         "truncated": drop_truncated and rollout.stop_reason is StopReason.LENGTH,
     }

@@ -29,11 +29,11 @@ class Arena:
         self._block_elements = BLOCK_BYTES // self._dtype.itemsize
         self._blocks: list[npt.NDArray[Any]] = []
         self._live = np.zeros(0, np.int64)  # elements of living rows, by block
+        self._filled = np.zeros(0, np.int64)  # elements of all rows that were put, by block
         self._free_numbers: list[int] = []
         self._spare: list[npt.NDArray[Any]] = []
         self._current = -1
         self._used = 0  # elements of the current block
-        self._allocated = 0  # elements of all blocks
         self.live_elements = 0
 
     def put(self, flat: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Ints:
@@ -51,6 +51,7 @@ class Arena:
             self._blocks[self._current][self._used : self._used + n] = flat[ends[done] : ends[fit]]
             addresses[done:fit] = (self._current << _BLOCK_SHIFT) + self._used + (ends[done:fit] - ends[done])
             self._live[self._current] += n
+            self._filled[self._current] += n
             self.live_elements += n
             self._used += n
             done = fit
@@ -77,14 +78,13 @@ class Arena:
         return np.concatenate([np.zeros(0, self._dtype), *self.rows(addresses, lengths)])
 
     def sparse_blocks(self) -> Ints:
-        """Blocks to empty, the emptiest first, so that little memory holds nothing; mostly none."""
-        waste = self._allocated - self.live_elements - 2 * self._block_elements
+        """Blocks to empty, the emptiest first, so that little memory holds dead rows; mostly none."""
+        waste = int(self._filled.sum()) - self.live_elements - 2 * self._block_elements
         if waste <= _MOST_WASTE * self.live_elements:
             return np.zeros(0, np.int64)
-        sizes = np.array([len(block) for block in self._blocks], np.int64)
-        sizes[self._current] = 0
-        dead = np.where(sizes > 0, sizes - self._live[: len(sizes)], 0)
-        order = np.argsort(self._live[: len(sizes)] - sizes, kind="stable")
+        dead = self._filled - self._live
+        dead[self._current] = 0
+        order = np.argsort(-dead, kind="stable")
         enough = int(np.searchsorted(np.cumsum(dead[order]), waste / 2)) + 1
         return order[:enough][dead[order[:enough]] > 0]
 
@@ -112,9 +112,9 @@ class Arena:
             self._current = len(self._blocks)
             self._blocks.append(block)
         if self._current >= len(self._live):
-            self._live = np.concatenate([self._live, np.zeros(max(64, len(self._live)), np.int64)])
+            more = np.zeros(max(64, len(self._live)), np.int64)
+            self._live, self._filled = np.concatenate([self._live, more]), np.concatenate([self._filled, more])
         self._used = 0
-        self._allocated += len(block)
         if last >= 0 and self._live[last] == 0:
             self._close_block(last)
 
@@ -125,7 +125,7 @@ class Arena:
 
     def _close_block(self, number: int) -> None:
         block = self._blocks[number]
-        self._allocated -= len(block)
+        self._filled[number] = 0
         if len(block) == self._block_elements and len(self._spare) < _SPARE_BLOCKS:
             self._spare.append(block)
         self._blocks[number] = np.zeros(0, self._dtype)

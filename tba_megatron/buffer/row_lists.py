@@ -13,6 +13,7 @@ from tba_megatron.rollout_batch import Ints, ranges
 
 _HOLE = -1
 _SMALLEST = 4  # slots
+_SPARSE = 8  # a list that fills so small a part of its region gets a smaller one
 
 
 class RowLists:
@@ -57,6 +58,9 @@ class RowLists:
             self._free.setdefault(capacity, []).extend(starts.tolist())
         for column in (self._start, self._filled, self._head, self._capacity):
             column[empty] = 0
+        sparse = _SPARSE * self.size[touched] <= self._capacity[touched]
+        for number in touched[sparse & (self._capacity[touched] > _SPARSE * _SMALLEST)].tolist():
+            self._rewrite(number, 0)
 
     def gather(self, lists: npt.NDArray[np.integer]) -> tuple[Ints, Ints]:
         """(rows of each list, end to end and in order; how many each has)."""
@@ -99,19 +103,25 @@ class RowLists:
         new = self._capacity[numbers] == 0
         self._begin(numbers[new], counts[new])
         for number, count in zip(numbers[~new].tolist(), counts[~new].tolist(), strict=True):
-            start, capacity = int(self._start[number]), int(self._capacity[number])
-            rows = self._slots[start : start + self._filled[number]]
-            rows = rows[rows != _HOLE]
-            if 4 * (len(rows) + count) > 3 * capacity:
-                needed = len(rows) + count
-                room = int(_powers_of_two(np.array([needed + needed // 4]))[0])
-                target = self._take(room, 1)[0]
-                self._release(start, capacity)
-                self._start[number], self._capacity[number] = target, room
-            target = int(self._start[number])
-            self._slots[target : target + len(rows)] = rows
-            self._slot_of_row[rows] = np.arange(target, target + len(rows))
-            self._filled[number], self._head[number] = len(rows), 0
+            self._rewrite(number, count)
+
+    def _rewrite(self, number: int, count: int) -> None:
+        """Without its holes, and with room for ``count`` more; into another region where its own is too small, or much
+        too large.
+        """
+        start, capacity = int(self._start[number]), int(self._capacity[number])
+        rows = self._slots[start : start + self._filled[number]]
+        rows = rows[rows != _HOLE]
+        needed = len(rows) + count
+        if 4 * needed > 3 * capacity or _SPARSE * needed <= capacity:
+            room = int(_powers_of_two(np.array([needed + needed // 4]))[0])
+            target = self._take(room, 1)[0]
+            self._release(start, capacity)
+            self._start[number], self._capacity[number] = target, room
+        target = int(self._start[number])
+        self._slots[target : target + len(rows)] = rows
+        self._slot_of_row[rows] = np.arange(target, target + len(rows))
+        self._filled[number], self._head[number] = len(rows), 0
 
     def _begin(self, numbers: npt.NDArray[np.integer], counts: Ints) -> None:
         """Regions for lists that have none."""

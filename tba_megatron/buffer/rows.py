@@ -55,6 +55,21 @@ def attempts_and_steps(codes: Ints) -> tuple[Ints, Ints]:
     return codes >> _STEP_BITS, codes & ((1 << _STEP_BITS) - 1)
 
 
+class NameTable(list[str]):
+    """Names that columns refer to by their number, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        """Of ``name``, which is put at the end when it is new."""
+        number = self._numbers.setdefault(name, len(self))
+        if number == len(self):
+            self.append(name)
+        return number
+
+
 class RowColumns:
     """Addresses (``*_at``) are those of the arenas that the shard keeps beside; ``length`` is in elements."""
 

@@ -19,7 +19,7 @@ from tba_megatron.buffer.ledger import RolloutState, ShardCounts, ShardLedger
 from tba_megatron.buffer.payload import Payload
 from tba_megatron.buffer.prompts import PromptTable
 from tba_megatron.buffer.row_lists import RowLists
-from tba_megatron.buffer.rows import RowColumns, version_code, version_of
+from tba_megatron.buffer.rows import NameTable, RowColumns, version_code, version_of
 from tba_megatron.buffer.validity import REASONS, VALID, invalid_reasons
 from tba_megatron.rollout_batch import Ints, RolloutBatch, offsets, take
 from tba_megatron.types import PolicyHistory, PolicyVersion, ShardReport
@@ -53,8 +53,7 @@ class ReplayShard:
         """Holds nothing and has counted nothing."""
         self.ledger = ShardLedger()
         self.rows, self.prompts = RowColumns(), PromptTable()
-        self.names: list[str] = []  # searchers and sources
-        self._name_numbers: dict[str, int] = {}
+        self.names = NameTable()  # of searchers and sources
         self.payload = Payload(self.rows)
         self._of_prompt, self._of_version = RowLists(), RowLists()
         self._index = ContentIndex()
@@ -129,15 +128,17 @@ class ReplayShard:
         """Groups of ``sizes`` rollouts of those prompts, as a batch of its own memory; ``rows`` lie end to end."""
         r = self.rows
         prompt_tokens = self.prompts.tokens(prompt_numbers)
+        # Of all searchers that ever sent something, those that are named here.
+        used, name_S = np.unique(np.concatenate([r.searcher[rows], r.source[rows]]), return_inverse=True)
         return RolloutBatch(
             prompt_ids=self.prompts.ids(prompt_numbers),
-            names=tuple(self.names),
+            names=tuple(self.names[number] for number in used.tolist()),
             lease_G=np.full(len(prompt_numbers), -1, np.int64),
             size_G=np.asarray(sizes, np.int32),
             prompt_length_G=self.prompts.length[prompt_numbers],
             prompt_tokens=np.concatenate([np.zeros(0, np.int32), *prompt_tokens]),
-            searcher_S=r.searcher[rows],
-            source_S=r.source[rows],
+            searcher_S=name_S[: len(rows)].astype(np.int32),
+            source_S=name_S[len(rows) :].astype(np.int32),
             sequence_S=r.sequence[rows],
             reward_S=r.reward[rows],
             stop_reason_S=r.stop_reason[rows],
@@ -235,7 +236,7 @@ class ReplayShard:
         r.prompt[rows] = self._begin_prompts(incoming, kept)
         r.version[rows] = incoming.version[kept]
         r.arrival[rows], r.visit[rows] = self.next_arrival + s, visit_S[s]
-        names = np.array([self.name_number(name) for name in batch.names], np.int32)
+        names = np.array([self.names.number(name) for name in batch.names], np.int32)
         r.searcher[rows], r.source[rows] = names[batch.searcher_S[s]], names[batch.source_S[s]]
         r.sequence[rows], r.reward[rows], r.stop_reason[rows] = (
             batch.sequence_S[s],
@@ -285,13 +286,6 @@ class ReplayShard:
         number_G[new] = self.prompts.begin(list(first_of), keys, tokens, batch.prompt_length_G[new])
         number_G[np.unique(group[numbers < 0])] = number_G[begin]
         return np.where(numbers < 0, number_G[group], numbers)
-
-    def name_number(self, name: str) -> int:
-        """Of a searcher or a source, in ``names``."""
-        number = self._name_numbers.setdefault(name, len(self.names))
-        if number == len(self.names):
-            self.names.append(name)
-        return number
 
     def _list_of(self, code: int) -> int:
         if code not in self._version_lists:
@@ -343,13 +337,22 @@ class ReplayShard:
 
     def _evict_beyond_capacity(self) -> None:
         while len(self) > self._capacity_rollouts or self.bytes > self._capacity_bytes:
-            oldest = self._version_lists[self._versions[0]]
             too_many = len(self) - self._capacity_rollouts
-            rows = self._of_version.first(oldest, max(too_many, 256))
+            rows = self._oldest(max(too_many, 256))
             n = max(0, too_many)
             if (too_large := self.bytes - self._capacity_bytes) > 0:
                 n = max(n, int(np.searchsorted(np.cumsum(self._freed(rows)), too_large)) + 1)
             self._remove(rows[:n], _S.EVICTED_UNTRAINED)
+
+    def _oldest(self, n: int) -> Ints:
+        """The ``n`` oldest rows, or all, by version and then arrival."""
+        parts: list[Ints] = []
+        for code in self._versions:
+            parts.append(self._of_version.first(self._version_lists[code], n))
+            n -= len(parts[-1])
+            if n <= 0:
+                break
+        return np.concatenate(parts)
 
     def _freed(self, rows: Ints) -> Ints:
         """Bytes that each of ``rows`` frees when they leave in this order: the last of a prompt frees the prompt."""

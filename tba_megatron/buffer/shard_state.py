@@ -83,9 +83,8 @@ def restore(
     restored: list[Ints] = []
     n_lost = 0
     for i, part in enumerate(parts):
-        found_format, next_arrival = part.columns["format"].tolist()
-        if found_format != _FORMAT:
-            raise ValueError(f"the shard's format is {found_format}, this program reads {_FORMAT}")
+        check_format(part.columns)
+        _, next_arrival = part.columns["format"].tolist()
         shard.next_arrival = max(shard.next_arrival, next_arrival * n)
         ledgers.append(ShardLedger.from_state(json.loads(_get_strings(part.columns, "ledger")[0])))
         mine = np.array([owns(prompt_id) for prompt_id in _get_strings(part.columns, "prompt_ids")], np.bool_)
@@ -107,6 +106,13 @@ def restore(
     return n_lost
 
 
+def check_format(columns: Mapping[str, npt.NDArray[Any]]) -> None:
+    """ValueError: the columns are of another format."""
+    found = columns["format"].tolist()[0] if "format" in columns else 1
+    if found != _FORMAT:
+        raise ValueError(f"the shard's format is {found}, this program reads {_FORMAT}; choose another run.folder")
+
+
 def _moved(numbers: Ints, *, n_parts: int, part: int) -> Ints:
     """Arrivals of one part among those of all; -1 stays."""
     return np.where(numbers < 0, numbers, numbers * n_parts + part)
@@ -118,7 +124,7 @@ def _restore_rows(
     """(new rows of the rollouts ``chosen``, which rollouts of the part were not found in its records)."""
     columns, r = part.columns, shard.rows
     rows = r.allocate(len(chosen))
-    names = np.array([shard.name_number(name) for name in _get_strings(columns, "names")] + [0], np.int32)
+    names = np.array([shard.names.number(name) for name in _get_strings(columns, "names")] + [0], np.int32)
     for name in _SAVED:
         getattr(r, name)[rows] = columns[name][chosen]
     r.searcher[rows], r.source[rows] = names[columns["searcher"][chosen]], names[columns["source"][chosen]]
@@ -181,7 +187,7 @@ def _fill(shard: ReplayShard, part: SavedShard, rows: Ints) -> npt.NDArray[np.bo
     for segment, batch in part.records:
         if not len(keys):
             break
-        numbers = np.array([shard.name_number(name) for name in batch.names] + [0], np.int32)
+        numbers = np.array([shard.names.number(name) for name in batch.names] + [0], np.int32)
         wanted = _id_keys(numbers[batch.searcher_S], batch.sequence_S)
         place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         i = order[place]

@@ -24,7 +24,7 @@ import xxhash
 from tba_megatron.buffer.segment_files import Damage, Record, segment_path
 from tba_megatron.buffer.segments import SegmentLog, read_log, warn_of_damage
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.buffer.shard_state import Columns, SavedShard, restore, to_columns
+from tba_megatron.buffer.shard_state import Columns, SavedShard, check_format, restore, to_columns
 from tba_megatron.errors import CheckpointError
 from tba_megatron.rollout_batch import RolloutBatch, decode, encode
 from tba_megatron.types import LogPosition
@@ -142,6 +142,8 @@ class StoredShard:
         file is told in one line.
         """
         self._told = set()
+        for columns in parts.values():
+            check_format(columns)
         first = {index: _first_generation(columns["log"]) for index, columns in parts.items()}
         later = [g for g in found if self._has_some(g) and g.number >= min(first.values(), default=0)]
         goes_on = not read_only and self._go_on(later, parts)

@@ -19,6 +19,7 @@ REASONS = (
     "reference_logprob_not_finite",
     "reference_version_missing",
     "spans",
+    "token_negative",
     "aborted",
     "truncated",
 )
@@ -43,6 +44,7 @@ def invalid_reasons(batch: RolloutBatch, *, drop_truncated: bool) -> Reasons_S:
         "reference_logprob_not_finite": np.where(reference_known, np.isinf(batch.reference_S), has_version),
         "reference_version_missing": reference_known & ~has_version,
         "spans": ~_tiled(batch),
+        "token_negative": _negative(batch),
         "aborted": batch.stop_reason_S == _ABORT,
         "truncated": (batch.stop_reason_S == _LENGTH) & drop_truncated,
     }
@@ -58,6 +60,14 @@ def _not_finite(batch: RolloutBatch) -> npt.NDArray[np.bool_]:
     if len(wrong):
         ends = offsets(np.maximum(batch.behaviour_length_S, 0))[1:]
         broken_S[np.searchsorted(ends, wrong, side="right")] = True
+    return broken_S
+
+
+def _negative(batch: RolloutBatch) -> npt.NDArray[np.bool_]:
+    broken_S = np.zeros(batch.n_rollouts, np.bool_)
+    if batch.token_ids_T.size and int(batch.token_ids_T.min()) < 0:
+        wrong = np.flatnonzero(batch.token_ids_T < 0)
+        broken_S[np.searchsorted(offsets(batch.length_S)[1:], wrong, side="right")] = True
     return broken_S
 
 

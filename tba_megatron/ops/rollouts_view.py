@@ -22,7 +22,7 @@ from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.buffer.stored_shard import REPLAY, StoredShard, generations
 from tba_megatron.config import Config
 from tba_megatron.config_load import load_config
-from tba_megatron.config_sections import CountOrZero, Section
+from tba_megatron.config_sections import CountOrZero, RecordedData, Section
 from tba_megatron.errors import CheckpointError, RunFolderError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.rollout_batch import NO_BEHAVIOUR, NO_VERSION, STOP_REASONS, Ints, offsets, split
@@ -126,6 +126,11 @@ def open_rollouts(folder: Path) -> StoredRollouts:
     read.
     """
     config = _config_of(folder)
+    if isinstance(config.trainer.data, RecordedData):
+        raise RunFolderError(
+            f"run folder {folder} was trained on the recording {config.trainer.data.folder} and holds no rollouts; "
+            f"give the folder of the run that made it"
+        )
     shard, state = _newest_shard(config)
     if not len(shard):
         where = "checkpoints" if config.buffer.segments.kind == "none" else f"{REPLAY} and checkpoints"

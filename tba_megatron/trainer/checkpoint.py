@@ -62,8 +62,10 @@ def load(
         state = read_run_state(path)
     load_policy(path, policy)
     with AllOrNone(f"cannot load {path}", groups.world, advice=_advice(path)):
+        parts = _shard_parts(path, state.data_parallel, groups) if shard is not None else {}
+    with AllOrNone(f"cannot load {path}", groups.world):  # what fails here is a log, mostly
         if shard is not None:
-            _load_shard(path, state.data_parallel, shard, groups, logs)
+            shard.restore(parts, logs)
     return state
 
 
@@ -141,10 +143,6 @@ def _check_model(model: Path) -> Metadata:
     return metadata
 
 
-def _load_shard(path: Path, n_saved: int, shard: StoredShard, groups: Groups, logs: Sequence[Generation]) -> None:
-    """This leader's own shard, or its share of all shards where their number differs."""
-    parts: dict[int, Columns] = {}
-    for i in [groups.dp_rank] if n_saved == groups.dp_size else range(n_saved):
-        parts[i] = read_shard(path, i)
-    with reading(path / "shard-*.npz"):
-        shard.restore(parts, logs)
+def _shard_parts(path: Path, n_saved: int, groups: Groups) -> dict[int, Columns]:
+    """The columns of this leader's own shard, or of all shards where their number differs."""
+    return {i: read_shard(path, i) for i in ([groups.dp_rank] if n_saved == groups.dp_size else range(n_saved))}

@@ -136,7 +136,7 @@ class Chief:
                 f"nothing to train on for {now_s - self._waiting_since_s:.0f} s: {len(living)} searchers alive, "
                 f"{self._sampler.available(self._reports)} of the {self._needed(step)} prompts that a step needs, "
                 f"{self._fresh_prompts} fresh ones, {self._control.outstanding_prompts()} leased, "
-                f"{ledger.invalid} of {ledger.generated} rollouts invalid "
+                f"{ledger.evicted_untrained} of {ledger.generated} rollouts evicted, {ledger.invalid} invalid "
                 f"({', '.join(f'{n} {reason}' for reason, n in self._invalid_reasons().items()) or 'none'})"
             )
             _log.warning(message)

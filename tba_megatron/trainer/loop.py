@@ -241,8 +241,10 @@ class TrainLoop:
         while True:
             notes = self._exchange_notes()
             if from_rank_0(self._chief.books_closed(notes) if self._chief else None, self._groups):
-                return
+                break
             time.sleep(POLL_S)
+        if self._config.buffer.segments.kind == "none":
+            self._save(wait=True)  # no log has what came after the last one
 
 
 def _store_reference(stored: StoredShard, draw: Draw, computed: Mapping[RolloutId, tuple[float, int]]) -> None:

@@ -85,35 +85,42 @@ class Inbound:
     def answer(self, sender: str, now_s: float) -> Answer:
         """How the sender stands; call it for what will be sent."""
         known = self._senders[sender]
-        self._grant(known, self._living(now_s))
+        self._grant(known, *self._shared(now_s))
         known.told_bytes = known.limit_bytes
         return Answer(known.next_sequence, max(0, known.limit_bytes - known.accepted_bytes))
 
     def short(self, now_s: float) -> Iterator[str]:
         """The senders that have little credit and would get more with an answer."""
-        living = self._living(now_s)
+        n_living, held_bytes = self._shared(now_s)
         for name, known in self._senders.items():
-            if known.heard_s > float("-inf") and 2 * (known.told_bytes - known.accepted_bytes) < self._ahead_bytes:
-                self._grant(known, living)
+            if self._lives(known, now_s) and 2 * (known.told_bytes - known.accepted_bytes) < self._ahead_bytes:
+                held_bytes += self._grant(known, n_living, held_bytes)
                 if known.limit_bytes > known.told_bytes:
                     yield name
 
-    def _living(self, now_s: float) -> list[_Sender]:
-        return [
-            known
-            for known in self._senders.values()
-            if known.accepted_bytes > known.taken_bytes or now_s - known.heard_s < SILENT_S
-        ]
+    @staticmethod
+    def _lives(known: _Sender, now_s: float) -> bool:
+        return known.accepted_bytes > known.taken_bytes or now_s - known.heard_s < SILENT_S
 
-    def _grant(self, known: _Sender, living: list[_Sender]) -> None:
-        """Raise its limit as far as its share and the window allow; once all is taken in, always by one message."""
-        share_bytes = self._window_bytes // max(1, len(living))
-        free_bytes = self._window_bytes - sum(other.held_bytes for other in living if other is not known)
+    def _shared(self, now_s: float) -> tuple[int, int]:
+        """(senders that live, what they hold of the window)."""
+        held = [known.held_bytes for known in self._senders.values() if self._lives(known, now_s)]
+        return len(held), sum(held)
+
+    def _grant(self, known: _Sender, n_living: int, held_bytes: int) -> int:
+        """Raise its limit as far as its share and the window allow; once all is taken in, always by one message.
+
+        ``known`` is one of the ``n_living``. By how much.
+        """
+        before_bytes = known.limit_bytes
+        share_bytes = self._window_bytes // max(1, n_living)
+        free_bytes = self._window_bytes - (held_bytes - known.held_bytes)
         known.limit_bytes = max(
             known.limit_bytes,
             known.taken_bytes + 1,
             min(known.taken_bytes + min(share_bytes, free_bytes), known.accepted_bytes + self._ahead_bytes),
         )
+        return known.limit_bytes - before_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

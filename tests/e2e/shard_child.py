@@ -113,7 +113,7 @@ def report(stored: StoredShard) -> dict[str, dict[str, int]]:
     assert sum(received.values()) == counts.held_untrained + counts.trained + counts.duplicate
     told = {}
     for name, n in received.items():
-        mine = rows[shard.rows.searcher[rows] == shard.name_number(name)]
+        mine = rows[shard.rows.searcher[rows] == shard.names.number(name)]
         expected = [i for i in range(n) if i % REPEATED != REPEATED - 1]
         order = np.argsort(shard.rows.sequence[mine])
         mine = mine[order]

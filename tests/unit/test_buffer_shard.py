@@ -76,6 +76,7 @@ def span(start: int, end: int, step: int = 0, attempt: int = 0) -> PolicySpan:
         ("spans", {"spans": (span(0, 3), span(3, 3, step=9))}),
         ("spans", {"spans": (span(0, 3, step=-1),)}),
         ("spans", {"spans": (span(0, 3, attempt=-1),)}),
+        ("token_negative", {"token_ids": np.int32([1, -1, 2])}),
         ("aborted", {"stop_reason": StopReason.ABORT}),
     ],
 )

@@ -242,3 +242,8 @@ def test_a_run_folder_that_cannot_be_used_is_one_clear_line(file, tmp_path):
     (tmp_path / "r" / "config.yaml").write_text("trainer: 3\n")
     with pytest.raises(RunFolderError, match="cannot be read"):
         store_config(load_config(file), tmp_path / "r")
+
+
+def test_a_budget_of_bytes_that_cannot_hold_a_step_is_one_line():
+    with pytest.raises(ConfigError, match=r"buffer\.capacity_bytes: 1000 cannot hold \d+ prompts of \d+ completions"):
+        load_config(Path(__file__).parents[2] / "configs" / "quickstart.yaml", ["buffer.capacity_bytes=1000"])

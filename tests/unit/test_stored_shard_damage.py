@@ -105,7 +105,7 @@ def test_damage_costs_what_no_record_holds_and_nothing_that_comes_after(
 def used(shard: ReplayShard, rollout_id: Any) -> bool:
     rows = shard.rows.living()
     name, sequence = rollout_id.searcher, rollout_id.sequence
-    mine = (shard.rows.sequence[rows] == sequence) & (shard.rows.searcher[rows] == shard.name_number(name))
+    mine = (shard.rows.sequence[rows] == sequence) & (shard.rows.searcher[rows] == shard.names.number(name))
     return bool(shard.rows.uses[rows[mine]].any())
 
 
