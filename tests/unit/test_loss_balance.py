@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_factory import RolloutFactory, as_group, train_group
+from rollout_factory import RolloutFactory, as_batch, as_group, train_group
 
 from tba_megatron import config_sections
 from tba_megatron.buffer.shard import ReplayShard
@@ -308,8 +308,9 @@ def test_a_group_with_one_reward_that_is_not_a_number_gives_a_finite_loss():
     rewards = [1.0, 0.0, math.nan, 1.0]
     rollouts = [make.rollout([i], reward=r, reference=-1.0) for i, r in enumerate(rewards)]
     group = train_group("p", rollouts)
-    shard.add(as_group("p", rollouts))
-    held = [h.rollout for h in shard.pool("p").rollouts]
+    shard.add(as_batch(as_group("p", rollouts)))
+    rows, sizes = shard.rows_of(np.array([shard.prompts.number("p")]))
+    held = shard.batch(np.array([shard.prompts.number("p")]), sizes, rows, np.ones(len(rows))).groups()[0].rollouts
     (p,) = pack([replace(group, rollouts=tuple(held), copies=(1,) * len(held))], 100)
     output = TbVarGradLoss(BETA)(loss_inputs(p.microbatch, torch.full((3,), -0.5, requires_grad=True), normaliser=3))
     assert math.isfinite(output.loss.item())
