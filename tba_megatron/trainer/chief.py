@@ -92,7 +92,8 @@ class Chief:
         if step >= self._config.trainer.steps:
             return self._finishing(step)
         self._ask_for_first_evaluation(step)
-        if not self._enough(reports, step):
+        # A log may hold enough before the first searcher has come, and only it can measure where the run begins.
+        if not self._enough(reports, step) or (self._unmeasured(step) and not self._asked):
             return self._wait(step)
         self._stop_waiting()
         return self._plan(
@@ -176,8 +177,11 @@ class Chief:
     # ---- evaluation and the end
 
     def _ask_for_first_evaluation(self, step: int) -> None:
-        if self._accuracy_before is None and step == 0 and self._config.evaluation.problems:
+        if self._unmeasured(step):
             self._ask_for_evaluation(self._version(0))
+
+    def _unmeasured(self, step: int) -> bool:
+        return self._accuracy_before is None and step == 0 and self._config.evaluation.problems > 0
 
     def _ask_for_evaluation(self, version: PolicyVersion) -> None:
         """Once for each version, of the first searcher that runs it; again when that searcher is gone."""

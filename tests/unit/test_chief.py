@@ -299,6 +299,15 @@ def test_a_save_counts_when_every_rank_has_written_its_part(written, finished, t
 # ---- evaluation and the end
 
 
+def test_a_run_whose_log_holds_enough_is_measured_before_it_goes_on(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10", state=run_state(base_steps=(0, 0)))
+    desk.control.fleet, joined = [], [replace(desk.control.fleet[0], version=PolicyVersion(1, 0))]
+    assert desk.decide().action is Action.WAIT
+    desk.control.fleet = joined
+    assert desk.decide().action is Action.TRAIN
+    assert desk.asked() == [("a", "1.0")]
+
+
 def test_the_first_policy_is_measured_once_by_one_searcher(tmp_path):
     desk = Desk(tmp_path, "evaluation.problems=10")
     desk.control.fleet = [member("a"), member("b")]
