@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections import Counter
@@ -51,7 +52,9 @@ from tba_megatron.types import (
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.01  # how often an idle rank looks for work
-INTAKE_SHARE = 0.02  # of a step's time that may go into taking rollouts in before the next; what is left waits
+# Of a step's time that may go into taking rollouts in before the next, once as many prompts as a step uses are in: of a
+# flood the rest waits, and what searchers send in step with the trainer never does.
+INTAKE_SHARE = 0.02
 
 
 class TrainLoop:
@@ -132,9 +135,13 @@ class TrainLoop:
         arrived: Counter[int] = Counter()
         failure = ""
         try:
-            for arrival in receiver.drain(self._intake_s):
+            a_step = self._config.trainer.prompts_per_step / self._groups.dp_size
+            until_s = math.inf if self._intake_s is None else time.monotonic() + self._intake_s
+            for arrival in receiver.drain():
                 stored.take(arrival.batch, arrival.sender, arrival.sequence, arrival.end)
                 arrived.update(arrival.batch.lease_G.tolist())
+                if arrived.total() >= a_step and time.monotonic() >= until_s:
+                    break
             if stored.segment > self._reclaimed_at:
                 self._reclaim(stored)
         except TbaError as error:
