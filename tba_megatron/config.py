@@ -52,7 +52,12 @@ class Config(Section):
     @property
     def max_ahead_groups(self) -> int:
         """Prompts that may be leased or held untrained before searchers have to wait."""
-        return max(1, round(self.search.max_ahead_steps * self.trainer.prompts_per_step))
+        return max(1, round(self.search.max_age_steps * self.trainer.prompts_per_step))
+
+    @property
+    def probe_length(self) -> int:
+        """Tokens of the sequence that is scored with every version; 0: none."""
+        return min(self.weights.probe_tokens, self.model.max_length - 1)
 
     def _bytes_of_prompts(self, n: int) -> int:
         """What ``n`` prompts and their completions take at most in the shards, from one visit of each."""
@@ -91,12 +96,12 @@ class Config(Section):
             (
                 b.fresh_prompts_per_step > self.max_ahead_groups,
                 f"buffer.fresh_prompts_per_step: {b.fresh_prompts_per_step} can never be reached, because "
-                f"search.max_ahead_steps lets searchers be {self.max_ahead_groups} prompts ahead; lower the first "
+                f"search.max_age_steps lets searchers be {self.max_ahead_groups} prompts ahead; lower the first "
                 f"or raise the second",
             ),
             (
                 needed > self.max_ahead_groups,
-                f"search.max_ahead_steps: {s.max_ahead_steps} lets searchers fill {self.max_ahead_groups} prompts, "
+                f"search.max_age_steps: {s.max_age_steps} lets searchers fill {self.max_ahead_groups} prompts, "
                 f"but training starts with {needed}; raise it to at least {needed / t.prompts_per_step:g}",
             ),
             (
@@ -122,6 +127,11 @@ class Config(Section):
                 t.virtual_pipeline > 1 and t.pipeline_parallel == 1,
                 f"trainer.virtual_pipeline: {t.virtual_pipeline} needs at least two pipeline stages; set "
                 f"trainer.pipeline_parallel or leave virtual_pipeline at 1",
+            ),
+            (
+                s.in_flight == "keep_kv" and s.behaviour_logprobs,
+                "search.in_flight: keep_kv gives log-probs that are no version's own, which search.behaviour_logprobs "
+                "would store; choose recompute or drain, or leave behaviour_logprobs false",
             ),
             (
                 self.model.init == "random" and self.sft.steps == 0,

@@ -267,15 +267,29 @@ class BufferConfig(Section):
     """Training waits until this many prompts have rollouts. At least ``trainer.prompts_per_step`` are needed anyway."""
     fresh_prompts_per_step: CountOrZero = 0
     """Training waits until this many prompts have a recent visit after which nothing of them was trained on."""
+    max_reuse: CountOrZero = 0
+    """A rollout is part of at most this many optimizer steps; 0: no limit."""
     sampler: Sampler = RewardRecencySampler()
     segments: Segments = SegmentsConfig()
 
 
 class WeightsConfig(Section):
+    mode: Literal["async", "sync"] = "async"
+    """``sync``: lock-step, the baseline. Searchers take each version, write what its steps need, and wait meanwhile."""
     publish_every_steps: Count = 1
+    transport: Literal["broadcast", "files"] = "broadcast"
+    """``files``: each version is a folder in ``weights`` of the run folder, on a disk that searchers share; no groups."""
+    cohort_size: Count = 64
+    """Searchers of one broadcast group. One that is lost holds up its own cohort alone, until the deadline."""
     bucket_bytes: Count = 64 << 20
     timeout_s: Positive = 60.0
-    """Deadline of forming a group and of one bucket on the wire."""
+    """Deadline of each wait: for a group to form, for searchers to get ready, for one bucket, for a version to be
+    applied. Then the group is given up, who was late is named, and training goes on."""
+    probe_tokens: CountOrZero = 16
+    """Length of a fixed sequence that trainer and searcher score with every version, cut to what fits; 0: no probe."""
+    probe_gap_nats: Positive = 0.05
+    """Mean difference of their log-probs above which an alert is raised and the version is sent again. Float32 engines
+    agree to 1e-4; bfloat16 is off by 0.02."""
 
 
 class TransportConfig(Section):
@@ -302,6 +316,8 @@ class VllmEngineConfig(Section):
     kv_cache_bytes: Count = 256 << 20
     threads: Count = 1
     """CPU threads of one engine; no effect on a GPU."""
+    tensor_parallel: Count = 1
+    """Workers that share one engine; more than one are processes of their own."""
 
 
 class FakeEngineConfig(Section):  # deterministic and without a model, for tests of everything around it
@@ -325,8 +341,14 @@ class SearchConfig(Section):
     max_new_tokens: Count = 256
     prompts_in_engine: Count = 32
     """Prompts that a searcher keeps in its engine at a time."""
-    max_ahead_steps: Positive = 2.0
-    """Searchers may be this many optimizer steps of prompts ahead of the trainer; then they wait (back-pressure)."""
+    max_age_steps: Positive = 2.0
+    """A soft bound on the age of what is trained on: searchers wait while this many optimizer steps of prompts are
+    leased or not trained on yet (back-pressure). Nothing is thrown away for its age."""
+    in_flight: Literal["recompute", "keep_kv", "drain"] = "recompute"
+    """What happens to completions that are half written when new weights come. ``recompute``: their keys and values are
+    computed again, so that each token is the newest policy's. ``keep_kv``: they go on with those of the old weights,
+    which costs nothing; nobody could compute such log-probs again. ``drain``: they are finished first, and no new ones
+    are begun."""
     behaviour_logprobs: bool = False
     """Store the engine's own log-probs. Trajectory balance does not need them."""
 

@@ -46,7 +46,7 @@ class Sampler(Protocol):
     repeats: bool
 
     def report(self, shard: ReplayShard, history: PolicyHistory, step: int) -> ShardReport:
-        """Counts of a shard. ``n_fresh`` holds searchers back (``search.max_ahead_steps``): prompts that a sampler may
+        """Counts of a shard. ``n_fresh`` holds searchers back (``search.max_age_steps``): prompts that a sampler may
         leave for ever must not be fresh for ever.
         """
         ...

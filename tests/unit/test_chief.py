@@ -186,7 +186,7 @@ def test_it_trains_when_the_shards_hold_enough_and_waits_otherwise(tmp_path):
 
 
 def test_training_begins_with_initial_groups_and_goes_on_with_less(tmp_path):
-    desk = Desk(tmp_path, "buffer.initial_groups=16", "search.max_ahead_steps=2")
+    desk = Desk(tmp_path, "buffer.initial_groups=16", "search.max_age_steps=2")
     assert desk.decide(0, ENOUGH).action is Action.WAIT
     assert desk.decide(0, 16).action is Action.TRAIN
     assert desk.decide(1, ENOUGH).action is Action.TRAIN

@@ -158,7 +158,7 @@ def test_a_bad_override_is_quoted(file, override, problem):
 
 
 def test_a_rule_across_sections_is_placed_at_its_key_or_at_the_override_that_broke_it(tmp_path):
-    text = MINIMAL + "search:\n  max_ahead_steps: 1.0\n  max_new_tokens: 2000\n"
+    text = MINIMAL + "search:\n  max_age_steps: 1.0\n  max_new_tokens: 2000\n"
     (line,) = problems_of(tmp_path, text)
     assert line.startswith("F:16: search.max_new_tokens: 2000 leaves no room")
     (line,) = problems_of(tmp_path, text, "search.max_new_tokens=1", "model.max_length=1")
