@@ -278,7 +278,7 @@ class WeightsConfig(Section):
     """``sync``: lock-step, the baseline. Searchers take each version, write what its steps need, and wait meanwhile."""
     publish_every_steps: Count = 1
     transport: Literal["broadcast", "files"] = "broadcast"
-    """``files``: each version is a folder in ``weights`` of the run folder, on a disk that searchers share; no groups."""
+    """``files``: each version is a folder in ``weights`` of the run folder, on a disk that all share; no groups."""
     cohort_size: Count = 64
     """Searchers of one broadcast group. One that is lost holds up its own cohort alone, until the deadline."""
     bucket_bytes: Count = 64 << 20
