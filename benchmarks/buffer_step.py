@@ -79,10 +79,12 @@ def _steps(
     step_s: float,
     share: float,
 ) -> float:
-    """Steps as the trainer's loop makes them: first what arrived, for a share of the last step's time."""
+    """Steps as the trainer's loop makes them: first what arrived, for a share of the last step's time and at least as
+    many prompts as the step has.
+    """
     for _ in range(n):
         started, cpu_s = time.perf_counter(), time.thread_time()
-        for arrival in receiver.drain(share * step_s):
+        for arrival in receiver.drain(share * step_s, len(pairs)):
             stored.take(arrival.batch, arrival.sender, arrival.sequence, arrival.end)
         side.step(pairs)
         step_s = time.perf_counter() - started

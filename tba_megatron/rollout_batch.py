@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tba_megatron.ragged import Ints, offsets, owners, ranges, split, take
 from tba_megatron.types import (
     PolicySpan,
     PolicyVersion,
@@ -28,7 +28,6 @@ from tba_megatron.types import (
     TrainGroup,
 )
 
-Ints = npt.NDArray[np.int64]
 STOP_REASONS = tuple(StopReason)
 NO_VERSION = -1  # of a reference log-prob that is not known; the log-prob itself is NaN then
 MOST_SEQUENCE = 1 << 40  # rollouts of one searcher
@@ -75,7 +74,7 @@ class RolloutBatch:
     @property
     def n_tokens_G(self) -> Ints:
         """[G] tokens in packed microbatches: the prompt is repeated for each distinct completion."""
-        lengths = np.bincount(np.repeat(np.arange(self.n_groups), self.size_G), self.length_S, self.n_groups)
+        lengths = np.bincount(owners(self.size_G), self.length_S, self.n_groups)
         return lengths.astype(np.int64) + self.prompt_length_G.astype(np.int64) * self.size_G
 
     def rollout_ids(self) -> list[RolloutId]:
@@ -188,30 +187,6 @@ class RolloutBatch:
             behaviour_B=take(self.behaviour_B, np.maximum(self.behaviour_length_S, 0), rows),
             spans_P=take(self.spans_P, self.span_count_S, rows),
         )
-
-
-def offsets(lengths: npt.NDArray[Any]) -> Ints:
-    """Where each of consecutive parts begins, and where the last ends: one number more than there are parts."""
-    ends = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    return ends
-
-
-def ranges(starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Ints:
-    """starts[0], starts[0] + 1, ... for each length, end to end."""
-    ends = offsets(lengths)
-    return np.arange(ends[-1], dtype=np.int64) + np.repeat(np.asarray(starts, np.int64) - ends[:-1], lengths)
-
-
-def split(flat: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Consecutive parts of ``flat`` as views."""
-    ends = offsets(lengths).tolist()
-    return [flat[start:end] for start, end in pairwise(ends)]
-
-
-def take(flat: npt.NDArray[Any], lengths: npt.NDArray[Any], parts: Ints) -> npt.NDArray[Any]:
-    """The parts of ``flat`` with the numbers ``parts``, end to end."""
-    return flat[ranges(offsets(lengths)[:-1][parts], lengths[parts])]
 
 
 def _batch(

@@ -211,13 +211,23 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CohortPlan:
-    """The broadcast group of one publish: who sends, who receives, where they meet."""
+    """The broadcast group that brings a version to a cohort of searchers: who sends, who receives."""
 
-    epoch: int  # grows whenever the membership changes
+    epoch: int  # the number of the group; grows whenever a membership changes, and is never used again
+    replica: int  # the data-parallel replica whose stage leaders send
+    searchers: tuple[str, ...]
+    workers: tuple[int, ...]  # of each searcher's engine; world size of the group = senders + their sum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishPlan:
+    """One round of bringing a version to searchers, and the store where its members meet."""
+
+    round: int  # never used again
     host: str
     port: int
-    searchers: tuple[str, ...]
-    receivers: int  # engine workers; world size of the group = senders + receivers
+    cohorts: tuple[CohortPlan, ...]  # a replica serves its own one after another
+    epochs: tuple[int, ...]  # of all groups that stand; who is in another leaves it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,7 +239,7 @@ class StepPlan:
     seed: int
     save: bool = False  # save after this step
     finish_save: bool = False  # every rank has written its part of the save in flight: let it count
-    publish: CohortPlan | None = None  # publish the policy as it is, before the action
+    publish: PublishPlan | None = None  # publish the policy as it is, before the action
     exit_code: int = 0  # with ``stop``
 
 
@@ -237,11 +247,12 @@ class StepPlan:
 class ShardReport:
     """What a shard tells before a plan is made: counts only, never rollouts."""
 
-    n_prompts: int  # prompts with at least one rollout
+    n_prompts: int  # prompts with at least one rollout that may be drawn
     n_recent: int  # of them, prompts with a recent rollout
     n_fresh: int  # of those, prompts with a recent visit after which nothing of them was trained on
     n_rollouts: int
     bytes: int
+    n_exhausted: int = 0  # other prompts: all their rollouts were part of ``buffer.max_reuse`` steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

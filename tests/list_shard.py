@@ -51,11 +51,13 @@ class ListShard:
         *,
         capacity_bytes: int = 1 << 62,
         drop_truncated: bool = False,
+        max_reuse: int = 0,
     ) -> None:
         self.capacity_rollouts = capacity_rollouts
         self.per_prompt_rollouts = per_prompt_rollouts
         self.capacity_bytes = capacity_bytes
         self.drop_truncated = drop_truncated
+        self.max_reuse = max_reuse
         self.entries: list[Entry] = []
         self.trained_visit: dict[str, int] = {}  # of prompts that are held, where it is not -1
         self.next_arrival = 0
@@ -158,6 +160,15 @@ class ListShard:
         """The rollouts of a prompt in order of arrival."""
         return sorted((e for e in self.entries if e.prompt_id == prompt_id), key=lambda entry: entry.arrival)
 
+    def may_draw(self, entry: Entry) -> bool:
+        return not self.max_reuse or entry.uses < self.max_reuse
+
+    def drawable(self) -> dict[str, list[int]]:
+        """Arrivals of what may be drawn, of each prompt that has some."""
+        pools = {prompt_id: filter(self.may_draw, self.pool(prompt_id)) for prompt_id in self.prompt_ids()}
+        arrivals = {prompt_id: [entry.arrival for entry in pool] for prompt_id, pool in pools.items()}
+        return {prompt_id: pool for prompt_id, pool in arrivals.items() if pool}
+
     def is_fresh(self, entry: Entry) -> bool:
         return entry.visit > self.trained_visit.get(entry.prompt_id, -1)
 
@@ -183,7 +194,7 @@ class ListShard:
         )
 
     def recent(self, history: PolicyHistory, step: int, recent_age_steps: int) -> list[Entry]:
-        ages = [(entry, history.age_steps(entry.version, step)) for entry in self.entries]
+        ages = [(e, history.age_steps(e.version, step)) for e in self.entries if self.may_draw(e)]
         return [entry for entry, age in ages if age is not None and age <= recent_age_steps]
 
     def fresh_prompt_ids(self) -> list[str]:
@@ -201,9 +212,10 @@ class ListShard:
 
     def _report(self, *, n_recent: int, n_fresh: int) -> ShardReport:
         return ShardReport(
-            n_prompts=len(self.prompt_ids()),
+            n_prompts=len(self.drawable()),
             n_recent=n_recent,
             n_fresh=n_fresh,
+            n_exhausted=len(self.prompt_ids()) - len(self.drawable()),
             n_rollouts=len(self.entries),
             bytes=self.bytes,
         )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tba_megatron.rollout_batch import Ints, offsets
+from tba_megatron.ragged import Ints, offsets
 
 BLOCK_BYTES = 4 << 20
 _BLOCK_SHIFT = 32

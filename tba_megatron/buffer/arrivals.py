@@ -10,7 +10,8 @@ import numpy.typing as npt
 from tba_megatron.buffer.content_index import content_hashes
 from tba_megatron.buffer.prompts import prompt_key
 from tba_megatron.buffer.rows import RowColumns, version_codes
-from tba_megatron.rollout_batch import NO_VERSION, Ints, RolloutBatch, offsets
+from tba_megatron.ragged import Ints, offsets, owners
+from tba_megatron.rollout_batch import NO_VERSION, RolloutBatch
 
 
 class Incoming:
@@ -21,7 +22,7 @@ class Incoming:
 
     def __init__(self, batch: RolloutBatch, valid: Ints, prompt_G: Ints) -> None:
         self.batch, self.valid = batch, valid
-        self.group = np.repeat(np.arange(batch.n_groups), batch.size_G)[valid]  # [V]
+        self.group = owners(batch.size_G)[valid]  # [V]
         self.prompt = prompt_G[self.group]
         self.length = batch.length_S[valid]
         self.version = _newest_versions(batch)[valid]
@@ -42,7 +43,7 @@ def _newest_versions(batch: RolloutBatch) -> Ints:
     if len(codes_P) == batch.n_rollouts and (batch.span_count_S == 1).all():
         return codes_P
     newest_S = np.full(batch.n_rollouts, -1, np.int64)
-    np.maximum.at(newest_S, np.repeat(np.arange(batch.n_rollouts), batch.span_count_S), codes_P)
+    np.maximum.at(newest_S, owners(batch.span_count_S), codes_P)
     return newest_S
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tba_megatron.buffer import keyed
 from tba_megatron.buffer.prompts import bins_of
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.rollout_batch import Ints, ranges
+from tba_megatron.ragged import Ints, owners, ranges
 
 Keys = npt.NDArray[np.uint64]
 _TIES = 3  # what noise is for
@@ -172,4 +172,4 @@ def by_rank(
 def _origins(sizes: Sequence[int]) -> tuple[Ints, Ints]:
     """(part, index in it) of each element of parts that lie end to end."""
     lengths = np.array(sizes, np.int64)
-    return np.repeat(np.arange(len(sizes)), lengths), ranges(np.zeros(len(sizes), np.int64), lengths)
+    return owners(lengths), ranges(np.zeros(len(sizes), np.int64), lengths)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tba_megatron.rollout_batch import Ints
+from tba_megatron.ragged import Ints
 
 Hashes = npt.NDArray[np.uint64]
 Same = Callable[[Ints, Ints], npt.NDArray[np.bool_]]

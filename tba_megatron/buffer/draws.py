@@ -16,7 +16,8 @@ from tba_megatron.buffer import keyed
 from tba_megatron.buffer.choice import Chosen
 from tba_megatron.buffer.rows import RowColumns
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.rollout_batch import Ints, RolloutBatch, offsets
+from tba_megatron.ragged import Ints, offsets, owners
+from tba_megatron.rollout_batch import RolloutBatch
 
 Floats64 = npt.NDArray[np.float64]
 _WITHOUT, _WITH = 1, 2  # what noise is for
@@ -85,7 +86,7 @@ def oldest(columns: RowColumns, pools: Pools, k: int, seed: int) -> Drawn:
 
     A pool of fewer than K copies gives K independent uniform draws.
     """
-    group = np.repeat(np.arange(len(pools.sizes)), pools.sizes)
+    group = owners(pools.sizes)
     order = np.lexsort((columns.arrival[pools.rows], columns.version[pools.rows], group))
     pools = Pools(rows=pools.rows[order], sizes=pools.sizes, keys=pools.keys, rounds=pools.rounds)
     copies = columns.copies[pools.rows].astype(np.int64)
@@ -142,8 +143,8 @@ def _without_replacement(
     hashes = keyed.absorb(noise[:, None], _WITHOUT, turn)
     spacings = np.where(taken, -np.log(keyed.uniform(hashes)) / np.maximum(copies[:, None] - turn, 1), 0.0)
     scores = logits[:, None] - np.log(np.cumsum(spacings, axis=1))
-    row = np.repeat(np.arange(len(copies)), most)
-    group = np.repeat(np.arange(len(sizes)), sizes)
+    row = owners(most)
+    group = owners(sizes)
     group_sizes = np.add.reduceat(most, offsets(sizes)[:-1])
     top = _largest(group[row], group_sizes, k, scores[taken], rewards[row], hashes[taken])
     return np.bincount(row[top], minlength=len(copies))
@@ -157,7 +158,7 @@ def _with_replacement(
     turn = np.tile(np.arange(k), len(copies))
     hashes = keyed.absorb(noise[row], _WITH, turn)
     scores = (logits + np.log(copies))[row] + keyed.gumbel(hashes)
-    group = np.repeat(np.arange(len(sizes)), sizes)
+    group = owners(sizes)
     top = _largest(group[row] * k + turn, np.repeat(sizes, k), 1, scores, rewards[row], hashes)
     return np.bincount(row[top], minlength=len(copies))
 
@@ -185,7 +186,7 @@ def _some(pools: Pools, chosen: npt.NDArray[np.bool_]) -> Pools:
 
 def _drawn(pools: Pools, counts: Ints, with_replacement: int) -> Drawn:
     kept = counts > 0
-    group = np.repeat(np.arange(len(pools.sizes)), pools.sizes)
+    group = owners(pools.sizes)
     return Drawn(
         rows=pools.rows[kept],
         copies=counts[kept].astype(np.int32),

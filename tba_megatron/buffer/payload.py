@@ -7,7 +7,8 @@ import numpy.typing as npt
 
 from tba_megatron.buffer.arena import Arena
 from tba_megatron.buffer.rows import RowColumns, attempts_and_steps
-from tba_megatron.rollout_batch import Ints, RolloutBatch, offsets, ranges, take
+from tba_megatron.ragged import Ints, offsets, ranges, take
+from tba_megatron.rollout_batch import RolloutBatch
 from tba_megatron.types import TokenIds
 
 

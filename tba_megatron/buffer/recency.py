@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tba_megatron.buffer.choice import Offer, first_n, tie_breaks
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.rollout_batch import Ints
+from tba_megatron.ragged import Ints
 from tba_megatron.types import PolicyHistory
 
 _NOT_FRESH = np.iinfo(np.int64).max  # behind every version
@@ -21,7 +21,7 @@ _NOT_FRESH = np.iinfo(np.int64).max  # behind every version
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecentPart:
-    """N recent rows of P prompts."""
+    """N recent rows of P prompts, all of which may be drawn."""
 
     rows: Ints  # [N]
     prompt_of_row: Ints  # [N] index into ``prompts``

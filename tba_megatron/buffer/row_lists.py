@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tba_megatron.rollout_batch import Ints, ranges
+from tba_megatron.ragged import Ints, ranges
 
 _HOLE = -1
 _SMALLEST = 4  # slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tba_megatron.rollout_batch import Ints
+from tba_megatron.ragged import Ints
 from tba_megatron.types import PolicyVersion
 
 _STEP_BITS = 40

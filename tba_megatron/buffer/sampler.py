@@ -28,7 +28,7 @@ from tba_megatron.buffer.draws import Draw, Floats64, Pools, by_reward, log_weig
 from tba_megatron.buffer.prompts import BINS, bins_of
 from tba_megatron.buffer.recency import nothing_recent, recent_part
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.rollout_batch import Ints, offsets
+from tba_megatron.ragged import Ints, keep, offsets
 from tba_megatron.types import PolicyHistory, ShardReport
 
 _PROMPTS = 4  # what noise is for
@@ -52,7 +52,10 @@ class Sampler(Protocol):
         ...
 
     def available(self, reports: Sequence[ShardReport]) -> int:
-        """How many different prompts could be drawn now; a step waits until they are enough."""
+        """How many different prompts could be drawn now; a step waits until they are enough.
+
+        Rollouts that were part of ``buffer.max_reuse`` steps are not drawn again, nor are prompts that have no others.
+        """
         ...
 
     def draw(
@@ -132,7 +135,7 @@ class RewardRecency:
         )
         chosen = Chosen.in_one_round(part.prompts[recent], places).then(rest)
         recent_rows, recent_sizes = part.pools(shard, recent)
-        rest_rows, rest_sizes = shard.rows_of(rest.prompts)
+        rest_rows, rest_sizes = shard.drawable_rows_of(rest.prompts)
         pools = Pools(
             rows=np.concatenate([recent_rows, rest_rows]),
             sizes=np.concatenate([recent_sizes, rest_sizes]),
@@ -207,7 +210,7 @@ class Prioritised:
             places, offered = merge(offers, min(total, n_prompts - done)).of_shard(shards.index)
             rounds = np.full(len(places), round_)
             chosen = chosen.then(Chosen(prompts=prompts[best[offered]], places=done + places, rounds=rounds))
-        rows, sizes = shard.rows_of(chosen.prompts)
+        rows, sizes = shard.drawable_rows_of(chosen.prompts)
         pools = Pools(rows=rows, sizes=sizes, keys=shard.prompts.key[chosen.prompts], rounds=chosen.rounds)
         temperatures = np.full(len(sizes), self._inverse_temperature)
         return whole_draw(
@@ -220,10 +223,10 @@ class Prioritised:
 
     def _prompt_weights(self, shard: ReplayShard) -> tuple[Ints, Floats64]:
         """(number, logarithm of the weight) of each prompt."""
-        prompts = shard.prompts.all_numbers()
+        prompts = shard.prompts.drawable_numbers()
         if not len(prompts):
             return prompts, np.zeros(0)
-        rows, sizes = shard.rows_of(prompts)
+        rows, sizes = shard.drawable_rows_of(prompts)
         starts = offsets(sizes)[:-1]
         logits = log_weights(shard.rows.reward[rows], self._inverse_temperature)
         largest = np.maximum.reduceat(logits, starts)
@@ -279,7 +282,7 @@ class Fifo:
 
 def _something(total: int) -> int:
     if total == 0:
-        raise ValueError("no shard holds a rollout, so nothing can be drawn; wait for searchers")
+        raise ValueError("no shard holds a rollout that may be drawn; wait for searchers")
     return total
 
 
@@ -292,6 +295,4 @@ def _successive(weights: Floats64, keys: Keys, round_: int, seed: int) -> tuple[
 def _untrained(shard: ReplayShard, prompts: Ints) -> tuple[Ints, Ints]:
     """(rows, sizes) of the untrained rows of each prompt."""
     rows, sizes = shard.rows_of(prompts)
-    untrained = shard.rows.uses[rows] == 0
-    group = np.repeat(np.arange(len(prompts)), sizes)[untrained]
-    return rows[untrained], np.bincount(group, minlength=len(prompts))
+    return keep(rows, sizes, shard.rows.uses[rows] == 0)

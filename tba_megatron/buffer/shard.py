@@ -7,7 +7,6 @@ counts duplicates, outgrows the pool and follows the trainer's step rather than 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter
 
 import numpy as np
@@ -19,20 +18,24 @@ from tba_megatron.buffer.ledger import RolloutState, ShardCounts, ShardLedger
 from tba_megatron.buffer.payload import Payload
 from tba_megatron.buffer.prompts import PromptTable
 from tba_megatron.buffer.row_lists import RowLists
-from tba_megatron.buffer.rows import NameTable, RowColumns, version_code, version_of
+from tba_megatron.buffer.rows import NameTable, RowColumns
 from tba_megatron.buffer.validity import REASONS, VALID, invalid_reasons
-from tba_megatron.rollout_batch import Ints, RolloutBatch, offsets, take
-from tba_megatron.types import PolicyHistory, PolicyVersion, ShardReport
+from tba_megatron.buffer.version_lists import VersionLists, runs
+from tba_megatron.ragged import Ints, keep, offsets, owners, take
+from tba_megatron.rollout_batch import RolloutBatch
+from tba_megatron.types import PolicyHistory, ShardReport
 
 _S = RolloutState
 _TOKEN_BYTES = 4  # of a token id, and of a log-prob
+_ANY_USES = np.iinfo(np.int32).max
 
 
 class ReplayShard:
     """Exact de-duplication, a cap for each prompt, and capacities over the shard; the oldest leave first.
 
     The capacities are this shard's share of those of ``buffer``; bytes are those of prompts, completions and behaviour
-    log-probs. ``drop_truncated`` makes completions without an end invalid (``objective.truncated: drop``). Row numbers
+    log-probs. ``drop_truncated`` makes completions without an end invalid (``objective.truncated: drop``). A rollout
+    that was part of ``max_reuse`` optimizer steps (0: no limit) is held as before and may be drawn no more. Row numbers
     and prompt numbers stay as they are until the next ``add``.
     """
 
@@ -43,10 +46,11 @@ class ReplayShard:
         *,
         capacity_bytes: int = 1 << 62,
         drop_truncated: bool = False,
+        max_reuse: int = 0,
     ) -> None:
         self._capacity_rollouts, self._capacity_bytes = capacity_rollouts, capacity_bytes
         self._per_prompt_rollouts = per_prompt_rollouts
-        self._drop_truncated = drop_truncated
+        self._drop_truncated, self._most_uses = drop_truncated, max_reuse or _ANY_USES
         self.clear()
 
     def clear(self) -> None:
@@ -55,11 +59,8 @@ class ReplayShard:
         self.rows, self.prompts = RowColumns(), PromptTable()
         self.names = NameTable()  # of searchers and sources
         self.payload = Payload(self.rows)
-        self._of_prompt, self._of_version = RowLists(), RowLists()
+        self._of_prompt, self._of_version = RowLists(), VersionLists(self.rows)
         self._index = ContentIndex()
-        self._version_lists: dict[int, int] = {}  # version code -> its list in _of_version
-        self._free_version_lists: list[int] = []
-        self._versions: list[int] = []  # codes of the held versions, ascending
         self._in_segment: Counter[int] = Counter()
         self.next_arrival = 0
         self._held = 0
@@ -89,15 +90,21 @@ class ReplayShard:
     def sizes_of(self, prompt_numbers: npt.NDArray[np.integer]) -> Ints:
         return self._of_prompt.size[prompt_numbers]
 
+    def may_draw(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """Which of ``rows`` were part of fewer than ``max_reuse`` optimizer steps."""
+        return self.rows.uses[rows] < self._most_uses
+
+    def drawable_rows_of(self, prompt_numbers: npt.NDArray[np.integer]) -> tuple[Ints, Ints]:
+        """``rows_of`` without the rows that may be drawn no more."""
+        rows, sizes = self.rows_of(prompt_numbers)
+        return keep(rows, sizes, self.may_draw(rows))
+
     def recent_rows(self, history: PolicyHistory, step: int, recent_age_steps: int) -> Ints:
-        """Rows whose newest policy is on the history and at most ``recent_age_steps`` old, by version and arrival."""
-        recent: list[int] = []
-        for attempt in range(history.attempt + 1):
-            oldest = version_code(PolicyVersion(attempt, max(0, step - recent_age_steps)))
-            end = version_code(PolicyVersion(attempt + 1, 0))
-            codes = self._versions[bisect_left(self._versions, oldest) : bisect_left(self._versions, end)]
-            recent += [self._version_lists[code] for code in codes if history.holds(version_of(code))]
-        return self._of_version.gather(np.array(recent, np.int64))[0]
+        """Rows that may be drawn and whose newest policy is on the history and at most ``recent_age_steps`` old, by
+        version and arrival.
+        """
+        rows = self._of_version.recent(history, step, recent_age_steps)
+        return rows[self.may_draw(rows)]
 
     def fresh_prompts(self) -> Ints:
         """Prompts with a rollout of a visit after which nothing of them was trained on, ascending."""
@@ -119,7 +126,12 @@ class ReplayShard:
 
     def _report(self, n_recent: int, n_fresh: int) -> ShardReport:
         return ShardReport(
-            n_prompts=len(self.prompts), n_recent=n_recent, n_fresh=n_fresh, n_rollouts=len(self), bytes=self.bytes
+            n_prompts=self.prompts.n_drawable,
+            n_recent=n_recent,
+            n_fresh=n_fresh,
+            n_exhausted=len(self.prompts) - self.prompts.n_drawable,
+            n_rollouts=len(self),
+            bytes=self.bytes,
         )
 
     def batch(
@@ -173,7 +185,7 @@ class ReplayShard:
             self.rows.reference[rows], self.rows.reference_version[rows] = kept.reference, kept.reference_version
             self._remove(kept.replaced, _S.DUPLICATE)  # after what replaces it: its prompt stays
             prompts = self.rows.prompt[rows]
-            self.evict(np.unique(prompts[_runs(prompts)]))
+            self.evict(np.unique(prompts[runs(prompts)]))
         self.next_arrival += batch.n_rollouts
         self.payload.compact()
 
@@ -181,7 +193,7 @@ class ReplayShard:
         """[G] numbers of the prompts that are held, -1 for others. Marks the rollouts whose prompt cannot be."""
         ends = offsets(batch.prompt_length_G).tolist()
         first_S = offsets(batch.size_G).tolist()
-        group_S = np.repeat(np.arange(batch.n_groups), batch.size_G)
+        group_S = owners(batch.size_G)
         any_valid_G = np.bincount(group_S, reasons_S == VALID, batch.n_groups)
         prompt_G = np.array([self.prompts.number(prompt_id) for prompt_id in batch.prompt_ids], np.int64)
         held = iter(self.prompts.tokens(prompt_G[prompt_G >= 0]))
@@ -253,20 +265,18 @@ class ReplayShard:
     def index_rows(self, rows: Ints) -> None:
         """Rows whose columns are set become part of the shard, in the order of ``rows``."""
         r = self.rows
-        starts = _runs(r.version[rows])
-        lists = np.array([self._list_of(code) for code in r.version[rows[starts]].tolist()], np.int32)
-        r.version_list[rows] = np.repeat(lists, np.diff(starts, append=len(rows)))
-        self._of_version.append(r.version_list[rows], rows)
+        self._of_version.append(rows)
         self._of_prompt.append(r.prompt[rows], rows)
         self._index.insert(r.content[rows], rows)
         fresh = rows[self.is_fresh(rows)]
         np.add.at(self.prompts.n_fresh_rows, r.prompt[fresh], 1)
+        self.prompts.count_drawable(r.prompt[rows[self.may_draw(rows)]], 1)
         self._count_in_segments(rows, 1)
         self._held += len(rows)
 
     def _count_in_segments(self, rows: Ints, sign: int) -> None:
         segments = self.rows.segment[rows]
-        starts = _runs(segments)
+        starts = runs(segments)
         for segment, n in zip(segments[starts].tolist(), np.diff(starts, append=len(rows)).tolist(), strict=True):
             self._in_segment[segment] += sign * n
             if self._in_segment[segment] == 0:
@@ -287,13 +297,6 @@ class ReplayShard:
         number_G[np.unique(group[numbers < 0])] = number_G[begin]
         return np.where(numbers < 0, number_G[group], numbers)
 
-    def _list_of(self, code: int) -> int:
-        if code not in self._version_lists:
-            number = self._free_version_lists.pop() if self._free_version_lists else len(self._version_lists)
-            self._version_lists[code] = number
-            insort(self._versions, code)
-        return self._version_lists[code]
-
     # ---- what goes out
 
     def mark_trained(self, rows: Ints) -> None:
@@ -302,10 +305,11 @@ class ReplayShard:
         r = self.rows
         self.ledger.move(_S.HELD_UNTRAINED, _S.TRAINED, int(np.count_nonzero(r.uses[rows] == 0)))
         r.uses[rows] += 1
+        self.prompts.count_drawable(r.prompt[rows[r.uses[rows] == self._most_uses]], -1)
         np.maximum.at(self.prompts.trained_visit, r.prompt[rows], r.visit[rows])
         prompts = np.unique(r.prompt[rows])
         held, sizes = self.rows_of(prompts)
-        owner = np.repeat(np.arange(len(prompts)), sizes)
+        owner = owners(sizes)
         fresh = np.bincount(owner, self.is_fresh(held), len(prompts))
         self.prompts.n_fresh_rows[prompts] = fresh.astype(np.int64)
 
@@ -329,7 +333,7 @@ class ReplayShard:
         if not len(prompts):
             return
         rows, sizes = self.rows_of(prompts)
-        owner = np.repeat(np.arange(len(prompts)), sizes)
+        owner = owners(sizes)
         order = np.lexsort((self.rows.arrival[rows], self.rows.version[rows], owner))
         rank = np.arange(len(rows)) - offsets(sizes)[:-1][owner]
         excess = (sizes - self._per_prompt_rollouts)[owner]
@@ -338,21 +342,11 @@ class ReplayShard:
     def _evict_beyond_capacity(self) -> None:
         while len(self) > self._capacity_rollouts or self.bytes > self._capacity_bytes:
             too_many = len(self) - self._capacity_rollouts
-            rows = self._oldest(max(too_many, 256))
+            rows = self._of_version.oldest(max(too_many, 256))
             n = max(0, too_many)
             if (too_large := self.bytes - self._capacity_bytes) > 0:
                 n = max(n, int(np.searchsorted(np.cumsum(self._freed(rows)), too_large)) + 1)
             self._remove(rows[:n], _S.EVICTED_UNTRAINED)
-
-    def _oldest(self, n: int) -> Ints:
-        """The ``n`` oldest rows, or all, by version and then arrival."""
-        parts: list[Ints] = []
-        for code in self._versions:
-            parts.append(self._of_version.first(self._version_lists[code], n))
-            n -= len(parts[-1])
-            if n <= 0:
-                break
-        return np.concatenate(parts)
 
     def _freed(self, rows: Ints) -> Ints:
         """Bytes that each of ``rows`` frees when they leave in this order: the last of a prompt frees the prompt."""
@@ -374,21 +368,13 @@ class ReplayShard:
         prompts = r.prompt[rows]
         fresh = self.is_fresh(rows)
         np.subtract.at(self.prompts.n_fresh_rows, prompts[fresh], 1)
+        self.prompts.count_drawable(prompts[self.may_draw(rows)], -1)
         self._of_prompt.remove(prompts, rows)
-        self._of_version.remove(r.version_list[rows], rows)
+        self._of_version.remove(rows)
         self._index.remove(r.content[rows], rows)
         self.payload.free(rows)
         self._count_in_segments(rows, -1)
         touched = np.unique(prompts)
         self.prompts.forget(touched[self.sizes_of(touched) == 0].astype(np.int64))
-        for code in np.unique(r.version[rows]).tolist():
-            if self._of_version.size[self._version_lists[code]] == 0:
-                self._free_version_lists.append(self._version_lists.pop(code))
-                self._versions.remove(code)
         r.release(rows)
         self._held -= len(rows)
-
-
-def _runs(values: npt.NDArray[np.integer]) -> Ints:
-    """Where each run of equal values begins."""
-    return np.flatnonzero(np.concatenate([np.ones(min(1, len(values)), np.bool_), values[1:] != values[:-1]]))

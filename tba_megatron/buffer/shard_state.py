@@ -20,7 +20,8 @@ from tba_megatron.buffer.ledger import ShardLedger
 from tba_megatron.buffer.prompts import prompt_key
 from tba_megatron.buffer.rows import NAMES
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.rollout_batch import MOST_SEQUENCE, Ints, RolloutBatch, split, take
+from tba_megatron.ragged import Ints, split, take
+from tba_megatron.rollout_batch import MOST_SEQUENCE, RolloutBatch
 
 Columns = dict[str, npt.NDArray[Any]]
 _FORMAT = 2

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tba_megatron.buffer.rows import MOST_ATTEMPT, MOST_STEP
-from tba_megatron.rollout_batch import NO_BEHAVIOUR, NO_VERSION, STOP_REASONS, RolloutBatch, offsets
+from tba_megatron.ragged import offsets, owners
+from tba_megatron.rollout_batch import NO_BEHAVIOUR, NO_VERSION, STOP_REASONS, RolloutBatch
 from tba_megatron.types import StopReason
 
 # In the order in which they are looked for; metrics are named by them, ``ledger/invalid_spans`` for one.
@@ -81,7 +82,7 @@ def _tiled(batch: RolloutBatch) -> npt.NDArray[np.bool_]:
         return (start_P == 0) & (end_P == batch.length_S) & _is_version(batch.spans_P)
     ends = offsets(batch.span_count_S)
     has_S = batch.span_count_S > 0
-    owner_P = np.repeat(np.arange(batch.n_rollouts), batch.span_count_S)
+    owner_P = owners(batch.span_count_S)
     before_P = np.concatenate([np.zeros(1, np.int64), end_P])[:-1]
     before_P[ends[:-1][has_S]] = 0
     empty_P = (batch.length_S[owner_P] == 0) & (start_P == 0) & (end_P == 0)

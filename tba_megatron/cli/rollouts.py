@@ -35,7 +35,7 @@ from tba_megatron.ops.rollouts_view import (
     select,
     totals,
 )
-from tba_megatron.rollout_batch import Ints
+from tba_megatron.ragged import Ints
 
 _TEXTS = ("prompt", "completion")
 _AT_TERMINAL = ("version", "age", "reward", "uses", "stop", "tokens", *_TEXTS)

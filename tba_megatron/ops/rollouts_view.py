@@ -25,7 +25,8 @@ from tba_megatron.config_load import load_config
 from tba_megatron.config_sections import CountOrZero, RecordedData, Section
 from tba_megatron.errors import CheckpointError, RunFolderError
 from tba_megatron.models.tokenizer import HfTokenizer
-from tba_megatron.rollout_batch import NO_BEHAVIOUR, NO_VERSION, STOP_REASONS, Ints, offsets, split
+from tba_megatron.ragged import Ints, offsets, split
+from tba_megatron.rollout_batch import NO_BEHAVIOUR, NO_VERSION, STOP_REASONS
 from tba_megatron.trainer.checkpoint_folder import checkpoints
 from tba_megatron.trainer.run_state import RunState, read_attempts, read_run_state, read_shard
 from tba_megatron.types import PolicyHistory, StopReason, Tokenizer

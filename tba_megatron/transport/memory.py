@@ -52,8 +52,8 @@ class MemoryRollouts:
             self._flushed_bytes += len(payload)
             self._messages.append(payload)
 
-    def drain(self, max_seconds: float | None = None) -> Iterator[Arrival]:
-        started_s = time.monotonic()
+    def drain(self, max_seconds: float | None = None, min_groups: int = 1) -> Iterator[Arrival]:
+        started_s, groups = time.monotonic(), 0
         for _ in range(len(self._messages)):
             payload = self._messages.popleft()
             arrival = Arrival(
@@ -68,7 +68,8 @@ class MemoryRollouts:
                 yield arrival
             finally:
                 self._taken_bytes += arrival.n_bytes
-            if max_seconds is not None and time.monotonic() - started_s >= max_seconds:
+            groups += arrival.batch.n_groups
+            if groups >= min_groups and max_seconds is not None and time.monotonic() - started_s >= max_seconds:
                 return
 
     def close(self, linger_s: float = 0.0) -> int:

@@ -97,8 +97,8 @@ class RolloutInbox(Protocol):
         """Arrived and not taken in."""
         ...
 
-    def drain(self, max_seconds: float | None = None) -> Iterator[Arrival]:
-        """What has arrived by now, without waiting; at least one if there is one, and none after ``max_seconds``.
+    def drain(self, max_seconds: float | None = None, min_groups: int = 1) -> Iterator[Arrival]:
+        """What has arrived by now, without waiting; after ``max_seconds`` only until ``min_groups`` groups were given.
 
         An arrival is taken in, and gives its sender new credit, when the next is asked for.
         """
@@ -182,12 +182,12 @@ class RolloutReceiver:
     def waiting_bytes(self) -> int:
         return self._arrived_bytes - self._taken_bytes
 
-    def drain(self, max_seconds: float | None = None) -> Iterator[Arrival]:
+    def drain(self, max_seconds: float | None = None, min_groups: int = 1) -> Iterator[Arrival]:
         if self._fault is not None:
             raise self._fault
         if not all(thread.is_alive() for thread in self._threads):
             raise RuntimeError("a thread that receives rollouts has ended; stderr has its traceback")
-        started_s = time.monotonic()
+        started_s, groups = time.monotonic(), 0
         for _ in range(len(self._arrived)):  # senders that go on must not keep the trainer here
             arrival = self._arrived.popleft()
             try:
@@ -196,7 +196,8 @@ class RolloutReceiver:
                 self._taken_bytes += arrival.n_bytes
                 self._taken.append(arrival)
                 self._wake()
-            if max_seconds is not None and time.monotonic() - started_s >= max_seconds:
+            groups += arrival.batch.n_groups
+            if groups >= min_groups and max_seconds is not None and time.monotonic() - started_s >= max_seconds:
                 return
 
     def close(self) -> None:

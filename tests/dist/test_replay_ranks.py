@@ -32,6 +32,10 @@ SAMPLERS = {
     "prioritised": config_sections.PrioritisedSampler(),
     "fifo": config_sections.FifoSampler(),
 }
+LIMITED = "{} at most {} times"
+RUNS: dict[str, tuple[str, int]] = {name: (name, 0) for name in SAMPLERS} | {
+    LIMITED.format(name, n): (name, n) for name in SAMPLERS if name != "fifo" for n in (1, 2)
+}
 N_STEPS, N_PROMPTS, K = 6, 8, 4
 HISTORY = PolicyHistory(base_steps=(0,))
 
@@ -85,14 +89,15 @@ def contents(shard: ReplayShard) -> list[Any]:
 
 
 def lived(groups: Any, arriving: list[RolloutBatch], names: list[str]) -> Any:
-    """Of each sampler and step: the groups that this replica trains. Then what its shards hold."""
+    """Of each run and step: the groups that this replica trains. Then what its shards hold."""
     trained: dict[str, list[Any]] = {}
     held: dict[str, list[Any]] = {}
     for name in names:
-        sampler, shard = make_sampler(SAMPLERS[name]), ReplayShard(1000, 12)
+        kind, max_reuse = RUNS[name]
+        sampler, shard = make_sampler(SAMPLERS[kind]), ReplayShard(1000, 12, max_reuse=max_reuse)
         trained[name] = []
         for step, batch in enumerate(arriving):
-            if step == 0 and name != "fifo":  # which takes what waits, and waits for more
+            if step == 0 and kind != "fifo":  # which takes what waits, and waits for more
                 batch = shorter(batch)
             owners = [owner_of(prompt_id, groups.dp_size) for prompt_id in batch.prompt_ids]
             shard.add(batch.select([g for g, owner in enumerate(owners) if owner == groups.dp_rank]))
@@ -120,15 +125,15 @@ def in_order(groups: list[Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone():
-    ((trained, held),) = run_ranks(lived, batches(), list(SAMPLERS))
+    ((trained, held),) = run_ranks(lived, batches(), list(RUNS))
     return trained, held
 
 
 @pytest.mark.parametrize("n_shards", [2, 4])
 def test_every_number_of_shards_holds_and_trains_the_same(n_shards, alone):
-    ranks = run_ranks(lived, batches(), list(SAMPLERS), dp=n_shards)
+    ranks = run_ranks(lived, batches(), list(RUNS), dp=n_shards)
     trained_alone, held_alone = alone
-    for name in SAMPLERS:
+    for name in RUNS:
         for step in range(N_STEPS):
             parts = [trained[name][step] for trained, _ in ranks]
             assert [len(part) for part in parts] == [N_PROMPTS // n_shards] * n_shards
@@ -151,5 +156,7 @@ def test_the_steps_are_worth_comparing(alone):
         copies = [n for step in steps for *_, copies in step for n in copies]
         assert max(copies) > 1 and all(sum(copies) == K for step in steps for *_, copies in step)
         assert any(n > 1 for _, rollouts in held[name] for _, n, _ in rollouts)
-        assert {uses > 0 for _, rollouts in held[name] for *_, uses in rollouts} == {True, False}
-    assert len({repr(steps) for steps in trained.values()}) == len(SAMPLERS)
+        most = RUNS[name][1] or N_STEPS
+        assert {True, False} == {uses > 0 for _, rollouts in held[name] for *_, uses in rollouts}
+        assert max(uses for _, rollouts in held[name] for *_, uses in rollouts) <= most
+    assert len({repr(steps) for steps in trained.values()}) == len(RUNS)

@@ -43,9 +43,9 @@ every_sampler = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLE
 every_sampler_but_fifo = pytest.mark.parametrize("sampler", list(SAMPLERS.values())[:3], ids=list(SAMPLERS)[:3])
 
 
-def shard_of(*groups: RolloutGroup) -> ReplayShard:
+def shard_of(*groups: RolloutGroup, max_reuse: int = 0) -> ReplayShard:
     """Each group comes in a message of its own."""
-    shard = ReplayShard(1_000_000, 1_000_000)
+    shard = ReplayShard(1_000_000, 1_000_000, max_reuse=max_reuse)
     for group in groups:
         shard.add(as_batch(group))
     return shard

@@ -213,6 +213,13 @@ def test_drain_gives_at_least_one_and_stops_when_the_callers_time_is_over():
         assert [a.sequence for a in inbox.drain(60.0)] == [1, 2]
 
 
+def test_drain_gives_as_many_groups_as_are_needed_however_long_it_takes():
+    with receiver() as inbox:
+        waiting_inbox(inbox, 4)
+        assert [a.sequence for a in inbox.drain(0.0, 3)] == [0, 1, 2]
+        assert [a.sequence for a in inbox.drain(0.0, 3)] == [3]
+
+
 def test_what_arrives_during_a_drain_is_left_for_the_next():
     with receiver() as inbox:
         waiting_inbox(inbox, 1)

@@ -23,9 +23,9 @@ Message = tuple[int, int, list[tuple[int, float]]]  # prompt, step, (token, rewa
 NOW = 4
 
 
-def dealt(messages: list[Message], owners: list[int]) -> list[ReplayShard]:
+def dealt(messages: list[Message], owners: list[int], max_reuse: int = 0) -> list[ReplayShard]:
     make = RolloutFactory()
-    shards = [shard_of() for _ in range(max(owners) + 1)]
+    shards = [shard_of(max_reuse=max_reuse) for _ in range(max(owners) + 1)]
     for prompt, step, rollouts in messages:
         group = as_group(f"q{prompt}", [make.rollout(token, reward=r, step=step) for token, r in rollouts])
         shards[owners[prompt]].add(as_batch(group))
@@ -33,15 +33,18 @@ def dealt(messages: list[Message], owners: list[int]) -> list[ReplayShard]:
 
 
 def steps_of(sampler: Sampler, shards: list[ReplayShard], n_prompts: int, k: int, seed: int) -> list[object]:
-    """Three steps, the rollouts of each trained on: groups and counts."""
+    """Three steps, the rollouts of each trained on: groups and counts. Ends where nothing may be drawn any more."""
     seen: list[object] = []
     history = PolicyHistory(base_steps=(0,))
     for step in range(3):
-        n = n_prompts
-        if isinstance(sampler, Fifo):
-            n = min(n, sampler.available([sampler.report(shard, history, NOW) for shard in shards]))
+        available = sampler.available([sampler.report(shard, history, NOW) for shard in shards])
+        if available == 0 and not isinstance(sampler, Fifo):
+            return [*seen, "waits"]
+        n = min(n_prompts, available) if isinstance(sampler, Fifo) else n_prompts
         draws = draw_all(sampler, shards, n, k, seed + step, NOW)
+        assert {draw.repeated_prompts for draw in draws} == {max(0, n - available)}
         for shard, draw in zip(shards, draws, strict=True):
+            assert shard.may_draw(draw.rows).all()
             shard.mark_trained(draw.rows)
         groups = step_of(draws)
         assert len(groups) == n
@@ -62,13 +65,21 @@ def steps_of(sampler: Sampler, shards: list[ReplayShard], n_prompts: int, k: int
     n_prompts=st.integers(1, 12),
     k=st.integers(1, 6),
     seed=st.integers(0, 2**70),
+    max_reuse=st.sampled_from([0, 1, 2]),
 )
 def test_the_number_of_shards_changes_placement_only(
-    sampler: Sampler, messages: list[Message], two: list[int], four: list[int], n_prompts: int, k: int, seed: int
+    sampler: Sampler,
+    messages: list[Message],
+    two: list[int],
+    four: list[int],
+    n_prompts: int,
+    k: int,
+    seed: int,
+    max_reuse: int,
 ):
-    one = steps_of(sampler, dealt(messages, [0] * 10), n_prompts, k, seed)
+    one = steps_of(sampler, dealt(messages, [0] * 10, max_reuse), n_prompts, k, seed)
     for owners in ([*two[:9], 1], [*four[:9], 3]):
-        assert steps_of(sampler, dealt(messages, owners), n_prompts, k, seed) == one
+        assert steps_of(sampler, dealt(messages, owners, max_reuse), n_prompts, k, seed) == one
 
 
 def in_any_order(draw: Draw) -> list[Group]:
@@ -113,13 +124,14 @@ def test_prompts_with_equal_keys_are_drawn_once_each(monkeypatch: pytest.MonkeyP
             assert len({prompt for prompt, _ in step}) == 4
 
 
+@pytest.mark.parametrize("max_reuse", [0, 1, 2])
 @every_sampler
-def test_restored_shards_continue_the_same_steps_however_the_prompts_are_dealt(sampler: Sampler):
+def test_restored_shards_continue_the_same_steps_however_the_prompts_are_dealt(sampler: Sampler, max_reuse: int):
     messages: list[Message] = [(i % 7, i // 10, [(i % 5, 0.5), (i % 3, 1.0), (6 + i, 0.0)]) for i in range(50)]
-    [shard] = dealt(messages, [0] * 10)
+    [shard] = dealt(messages, [0] * 10, max_reuse)
     shard.mark_trained(draw_one(sampler, shard, 4, 3, 9, NOW).rows)
     saved = [SavedShard(columns=to_columns(shard, with_payload=True))]
-    two = [shard_of(), shard_of()]
+    two = [shard_of(max_reuse=max_reuse), shard_of(max_reuse=max_reuse)]
     for i, part in enumerate(two):
         restore(part, saved, lambda prompt_id, i=i: int(prompt_id[1:]) % 2 == i, keeps_rest=i == 0)
     expected = steps_of(sampler, [shard], 3, 4, 1)

@@ -40,10 +40,15 @@ class Twins:
     """One life, lived by both."""
 
     def __init__(
-        self, capacity_rollouts: int, per_prompt_rollouts: int, capacity_bytes: int = UNBOUNDED, drop: bool = False
+        self,
+        capacity_rollouts: int,
+        per_prompt_rollouts: int,
+        capacity_bytes: int = UNBOUNDED,
+        drop: bool = False,
+        max_reuse: int = 0,
     ) -> None:
         self.limits = (capacity_rollouts, per_prompt_rollouts)
-        self.more_limits = {"capacity_bytes": capacity_bytes, "drop_truncated": drop}
+        self.more_limits = {"capacity_bytes": capacity_bytes, "drop_truncated": drop, "max_reuse": max_reuse}
         self.fast = self.newborn()
         self.slow = ListShard(*self.limits, **self.more_limits)
         self.log: list[tuple[int, RolloutBatch]] = []  # (segment, what was added)
@@ -75,6 +80,7 @@ class Twins:
     def assert_alike(self) -> None:
         fast, slow = self.fast, self.slow
         assert contents_of(fast) == slow.contents()
+        assert drawable_of(fast) == slow.drawable()
         assert len(fast) == len(slow.entries)
         assert fast.bytes == slow.bytes
         assert fast.counts() == slow.counts()
@@ -92,11 +98,22 @@ class Twins:
 def live_prompts(shard: ReplayShard) -> np.ndarray:
     """Prompt numbers, ascending."""
     numbers = shard.prompts.all_numbers()
+    drawable = [number for number in numbers.tolist() if shard.may_draw(shard.rows_of(np.array([number]))[0]).any()]
     in_bins, keys = shard.prompts.in_bins(np.arange(BINS))
-    assert sorted(in_bins.tolist()) == numbers.tolist()
-    assert keys.tolist() == sorted(shard.prompts.key[numbers].tolist())
-    assert len(numbers) == len(shard.prompts) == shard.prompts.histogram().sum()
+    assert sorted(in_bins.tolist()) == shard.prompts.drawable_numbers().tolist() == drawable
+    assert keys.tolist() == sorted(shard.prompts.key[drawable].tolist())
+    assert len(numbers) == len(shard.prompts)
+    assert len(drawable) == shard.prompts.n_drawable == shard.prompts.histogram().sum()
     return numbers
+
+
+def drawable_of(shard: ReplayShard) -> dict[str, list[int]]:
+    """What ``ListShard.drawable`` gives."""
+    numbers = shard.prompts.drawable_numbers()
+    rows, sizes = shard.drawable_rows_of(numbers)
+    assert shard.prompts.n_drawable_rows[numbers].tolist() == sizes.tolist()
+    pools = np.split(shard.rows.arrival[rows], np.cumsum(sizes)[:-1])
+    return {p: pool.tolist() for p, pool in zip(shard.prompts.ids(numbers), pools, strict=len(sizes) > 0)}
 
 
 def rows_by_arrival(shard: ReplayShard, arrivals: Sequence[int]) -> np.ndarray:
@@ -151,6 +168,7 @@ small_twins = st.builds(
     per_prompt_rollouts=st.sampled_from([4, 2, 6, 1]),
     capacity_bytes=st.sampled_from([UNBOUNDED] * 4 + [200, 100, 40, 1]),
     drop=st.booleans(),
+    max_reuse=st.sampled_from([0, 1, 2]),
 )
 
 
@@ -186,9 +204,10 @@ LONG = [(60, 8, 20), (150, 100, 3), (100, 3, 1000)]  # capacity, cap of a prompt
 @pytest.mark.parametrize("limits", LONG)
 def test_a_shard_lives_long_like_its_list(limits):
     capacity, per_prompt, n_prompts = limits
-    twins = Twins(capacity, per_prompt)
+    twins = Twins(capacity, per_prompt, max_reuse=1)
     live_alike(twins, random_life(capacity, 80, n_prompts), every=10)
     assert twins.slow.counts().evicted_untrained > 3 * capacity
+    assert not all(map(twins.slow.may_draw, twins.slow.entries))
 
 
 def test_a_shard_grows_like_its_list():
@@ -259,7 +278,7 @@ def test_a_shard_that_is_saved_and_loaded_again_and_again_lives_like_its_list(re
         live_alike(twins, life, rebuild)
 
     live()
-    live_alike(Twins(60, 8), random_life(2, 30, 20), rebuild, every=5)
+    live_alike(Twins(60, 8, max_reuse=1), random_life(2, 30, 20), rebuild, every=5)
 
 
 # Several shards

@@ -48,6 +48,7 @@ small = {
     "capacity_rollouts": st.integers(1, 12),
     "per_prompt_rollouts": st.integers(1, 5),
     "capacity_bytes": st.sampled_from([1 << 62, 100]),
+    "max_reuse": st.sampled_from([0, 1, 2]),
 }
 
 
@@ -74,7 +75,7 @@ def test_any_number_of_shards_goes_on_with_what_another_number_held(logged):
     @settings(max_examples=20, deadline=None)
     @given(st.lists(st.tuples(lives(), st.sampled_from([SAVE, NEWEST, OLDER, NONE]), st.integers(1, 4)), max_size=4))
     def live(life):
-        with new_run(logged=logged, segment_bytes=700) as run:
+        with new_run(logged=logged, segment_bytes=700, **ROOMY, max_reuse=1) as run:
             for turn, (events, then, n) in enumerate(life):
                 for event in renamed(events, turn):
                     run.live(event)
