@@ -24,6 +24,7 @@ from tba_megatron.config_sections import (
     TaskConfig,
     TrainerConfig,
     TransportConfig,
+    VllmEngineConfig,
     WeightsConfig,
 )
 
@@ -56,8 +57,9 @@ class Config(Section):
 
     @property
     def probe_length(self) -> int:
-        """Tokens of the sequence that is scored with every version; 0: none."""
-        return min(self.weights.probe_tokens, self.model.max_length - 1)
+        """Tokens of the sequence that is scored with every version; 0: none, or an engine without a model."""
+        is_real = isinstance(self.search.engine, VllmEngineConfig)
+        return min(self.weights.probe_tokens, self.model.max_length - 1) if is_real else 0
 
     def _bytes_of_prompts(self, n: int) -> int:
         """What ``n`` prompts and their completions take at most in the shards, from one visit of each."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 STORE_FILE = "TBA_STORE_FILE"  # set by ``tba launch``: ranks on one machine meet in a file, so no port can be taken
 
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MALLOC_OPTIONS = ((-1, 128 << 20), (-3, 16 << 20))  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (malloc.h), bytes
 
 
@@ -141,6 +143,9 @@ def prepare_searcher_environment(threads: int, environment: MutableMapping[str, 
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "120",  # a worker whose step takes longer hangs
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "2",  # then SIGTERM: a worker has nothing to save
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
@@ -161,6 +166,15 @@ def prepare_searcher_environment(threads: int, environment: MutableMapping[str, 
 def run_environment() -> Mapping[str, str]:
     """The environment of this process, for the roles that start others."""
     return dict(os.environ)
+
+
+def die_with_parent() -> bool:
+    """This process is killed when its parent ends, however that ends; whether the kernel can be told so (Linux).
+
+    For processes without anything to save. The parent is the thread that started this process.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    return prctl is not None and prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
 
 
 def keep_freed_memory() -> bool:

@@ -135,7 +135,7 @@ class Rank:
         from tba_megatron.trainer.model import build_chunks, build_policy
         from tba_megatron.trainer.reference import Reference
 
-        self.groups, self.trainer = groups, trainer
+        self.groups, self.trainer, self.folder = groups, trainer, folder
         self.architecture, self.shape = read_model(folder)
         self.head = HeadSettings(temperature=1.0, vocab_size=self.shape.vocab_size)
         chunks = build_chunks(self.shape, trainer, groups)

@@ -19,6 +19,7 @@ from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.engine import SearchEngine
 from tba_megatron.tasks.registry import make_task
 from tba_megatron.transport.rendezvous import Rendezvous, read_rendezvous
+from tba_megatron.transport.weight_files import newest
 from tba_megatron.types import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
     start_logging()
     keep_freed_memory()
     from tba_megatron.search.searcher import Searcher, new_name
-    from tba_megatron.transport.control import ControlClient
+    from tba_megatron.transport.control_client import ControlClient
     from tba_megatron.transport.rollout_sender import RolloutSender
 
     host = socket.gethostname()
@@ -38,12 +39,12 @@ def run(config: Config, args: argparse.Namespace) -> int:
         import tba_megatron.search.vllm_engine  # noqa: F401  some seconds, while the trainer starts
 
     rendezvous = _wait_for_trainer(config)
-    weights = Path(rendezvous.weights)
+    version, weights = _newest_weights(rendezvous)
     tokenizer = HfTokenizer(weights)
     task = make_task(config.task, tokenizer, config.run.seed, config.model.max_length)
     if task.dropped_prompts:
         _log.warning("%d prompts are longer than model.max_length and are left out", task.dropped_prompts)
-    engine = make_engine(config, weights, PolicyVersion.parse(weights.name), seed=zlib.crc32(name.encode()))
+    engine = make_engine(config, weights, version, seed=zlib.crc32(name.encode()))
     _log.info("searcher %s starts with version %s", name, engine.version)
     searcher = Searcher(
         config=config,
@@ -72,10 +73,13 @@ def make_engine(config: Config, model: Path, version: PolicyVersion, seed: int) 
             max_length=config.model.max_length,
             seed=seed,
             behaviour_logprobs=config.search.behaviour_logprobs,
+            in_flight=config.search.in_flight,
         )
     from tba_megatron.search.fake_engine import FakeEngine
 
-    return FakeEngine(model, engine, version=version, seed=seed)
+    return FakeEngine(
+        model, engine, version=version, seed=seed, dtype=config.trainer.dtype, in_flight=config.search.in_flight
+    )
 
 
 def _wait_for_trainer(config: Config) -> Rendezvous:
@@ -89,3 +93,10 @@ def _wait_for_trainer(config: Config) -> Rendezvous:
         f"no trainer wrote {config.run.folder}/rendezvous.json within {config.transport.patience_s:g} s; is it "
         f"running, with the same run.folder?"
     )
+
+
+def _newest_weights(rendezvous: Rendezvous) -> tuple[PolicyVersion, Path]:
+    found = newest(Path(rendezvous.weights))
+    if found is None:
+        raise TransportError(f"{rendezvous.weights} names no version to start from; is it on a disk that all share?")
+    return found

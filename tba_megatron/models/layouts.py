@@ -1,7 +1,8 @@
 """How one Hugging Face parameter becomes one rank's Megatron parameter, and back.
 
-A layout is a pure pair of functions: ``to_rank`` cuts the shard that tensor-parallel rank ``rank`` of ``size`` keeps,
+A layout is pure functions: ``to_rank`` cuts the shard that tensor-parallel rank ``rank`` of ``size`` keeps,
 ``from_ranks`` joins the shards into the Hugging Face tensors again. ``from_ranks(to_rank(x)) == x`` for every layout.
+``placement`` is ``from_ranks`` without new memory, for one shard at a time: which views are to be copied where.
 ``to_rank`` takes sources, which are tensors or files: it reads the rows and columns that the rank keeps, and no others.
 H hidden, V vocabulary, D head size, N query heads, G key-value heads.
 """
@@ -25,10 +26,22 @@ class Source(Protocol):
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
 
 
+Placement = list[tuple[Tensor, Tensor]]
+"""(target, source) pairs of views, of one shape each."""
+
+
 class Layout(Protocol):
     def to_rank(self, sources: Sequence[Source], rank: int, size: int) -> Tensor: ...
 
     def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
+
+    def placement(self, shard: Tensor, targets: Sequence[Tensor], rank: int, size: int) -> Placement:
+        """Where the parts of rank's ``shard`` belong in ``targets``, which have Hugging Face's shapes.
+
+        Once those of all ranks are copied, ``targets`` are what ``from_ranks`` gives, and each element was written
+        once.
+        """
+        ...
 
 
 def _rows(source: Source, start: int, stop: int) -> Tensor:
@@ -50,6 +63,9 @@ class Replicated:
 
     def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (shards[0],)
+
+    def placement(self, shard: Tensor, targets: Sequence[Tensor], rank: int, size: int) -> Placement:
+        return [(targets[0], shard)] if rank == 0 else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +89,12 @@ class Split:
         full = torch.cat(list(shards), self.dim)
         return (full.t().contiguous() if self.transposed else full,)
 
+    def placement(self, shard: Tensor, targets: Sequence[Tensor], rank: int, size: int) -> Placement:
+        (target,) = targets
+        dim = 1 - self.dim if self.transposed else self.dim
+        part = shard.shape[self.dim]
+        return [(target.narrow(dim, rank * part, part), shard.t() if self.transposed else shard)]
+
 
 @dataclass(frozen=True, slots=True)
 class Gated:
@@ -84,6 +106,13 @@ class Gated:
     def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         halves = [shard.chunk(2, 0) for shard in shards]
         return tuple(torch.cat([half[i] for half in halves]) for i in range(2))
+
+    def placement(self, shard: Tensor, targets: Sequence[Tensor], rank: int, size: int) -> Placement:
+        halves = shard.chunk(2, 0)
+        return [
+            (_rows(target, *_share(target.shape[0], rank, size)), half)
+            for target, half in zip(targets, halves, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +144,15 @@ class Qkv:
         grouped = joined.unflatten(0, (self.kv_heads, sum(self._rows_per_group)))
         return tuple(part.flatten(0, 1) for part in grouped.split(self._rows_per_group, dim=1))
 
+    def placement(self, shard: Tensor, targets: Sequence[Tensor], rank: int, size: int) -> Placement:
+        first, last = _share(self.kv_heads, rank, size)
+        grouped = shard.unflatten(0, (last - first, sum(self._rows_per_group)))
+        parts = grouped.split(self._rows_per_group, dim=1)
+        return [
+            (_rows(target, first * rows, last * rows).unflatten(0, (last - first, rows)), part)
+            for target, part, rows in zip(targets, parts, self._rows_per_group, strict=True)
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class StackedQkv:
@@ -143,6 +181,13 @@ class StackedQkv:
         full = torch.cat([part.flatten(0, 1) for part in by_head.chunk(3, dim=1)])
         return (full.t().contiguous() if self.transposed else full,)
 
+    def placement(self, shard: Tensor, targets: Sequence[Tensor], rank: int, size: int) -> Placement:
+        (target,) = targets
+        first, last = _share(self.heads, rank, size)
+        thirds = (target.t() if self.transposed else target).unflatten(0, (3, self.heads, self.head_size))
+        by_head = shard.unflatten(0, (last - first, 3, self.head_size))
+        return [(thirds[third, first:last], by_head[:, third]) for third in range(3)]
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -163,6 +208,10 @@ class Vocabulary:
 
     def from_ranks(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (torch.cat(list(shards))[: self.rows],)
+
+    def placement(self, shard: Tensor, targets: Sequence[Tensor], rank: int, size: int) -> Placement:
+        start, stop = (min(row, self.rows) for row in _share(self.padded, rank, size))
+        return [(_rows(targets[0], start, stop), shard[: stop - start])] if stop > start else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ same receiver as a real engine, so the protocol is the real one; the weights the
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,17 +17,18 @@ import torch
 
 from tba_megatron.config_sections import FakeEngineConfig
 from tba_megatron.errors import EngineError
-from tba_megatron.models.hf_folder import open_tensors
-from tba_megatron.search.engine import ReceiveStatus
+from tba_megatron.models.hf_folder import list_tensors
+from tba_megatron.search.engine import InFlight, ReceiveStatus
 from tba_megatron.search.receiver import Receiver
 from tba_megatron.transport.messages import Offer
-from tba_megatron.types import Completion, PolicySpan, PolicyVersion, SamplingSettings, StopReason, TokenIds
+from tba_megatron.types import Completion, Floats, PolicySpan, PolicyVersion, SamplingSettings, StopReason, TokenIds
 
 
 class FakeEngine:
     """A ``SearchEngine``. ``answer`` gives the right completion without its EOS; wrong ones repeat the first token."""
 
     workers = 1
+    recompute_s = 0.0  # a completion is written in one step: none is in flight between two
 
     def __init__(
         self,
@@ -36,14 +38,21 @@ class FakeEngine:
         version: PolicyVersion,
         seed: int,
         answer: Callable[[TokenIds], TokenIds] = lambda prompt: prompt[:1],
+        dtype: str = "float32",
+        in_flight: InFlight = "recompute",
     ) -> None:
-        with open_tensors(model) as tensors:
-            names = tensors.names
-        self._receiver = Receiver(torch.device("cpu"), names)
+        expected = {name: (stored.shape, dtype) for name, stored in list_tensors(model).items()}
+        self._receiver = Receiver(torch.device("cpu"), expected)
         self._config, self._seed, self._answer = config, seed, answer
         self._version = version
         self._requests: deque[tuple[str, TokenIds, SamplingSettings]] = deque()
         self._receiving: PolicyVersion | None = None
+        self._in_flight = in_flight
+        self._paused_s = 0.0
+
+    @property
+    def paused_s(self) -> float:
+        return self._paused_s
 
     @property
     def version(self) -> PolicyVersion:
@@ -85,6 +94,15 @@ class FakeEngine:
     def abort_all(self) -> None:
         self._requests.clear()
 
+    def score(self, sequences: Sequence[TokenIds]) -> list[Floats]:
+        return [
+            np.array([self._logprob(ids[: end + 1]) for end in range(1, len(ids))], np.float32) for ids in sequences
+        ]
+
+    def _logprob(self, token_ids: TokenIds) -> float:
+        """Of the last of them, in [-5, 0): a function of the version and of all of them."""
+        return -5.0 * (zlib.crc32(f"{self._version} {token_ids.tolist()}".encode()) + 1) / 2**32
+
     def begin_receive(self, offer: Offer, timeout_s: float) -> None:
         self._receiving = PolicyVersion.parse(offer.version)
         self._receiver.begin(offer, 0, timeout_s)
@@ -94,8 +112,12 @@ class FakeEngine:
 
     def apply(self) -> None:
         assert self._receiving is not None
+        if self._in_flight == "drain" and self._requests:
+            raise EngineError(f"version {self._receiving} cannot be applied while requests are in a draining engine")
+        started_s = time.monotonic()
         self._receiver.take()
         self._version, self._receiving = self._receiving, None
+        self._paused_s += time.monotonic() - started_s
 
     def close(self) -> None:
         self._receiver.close()

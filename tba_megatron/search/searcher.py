@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tba_megatron.config import Config
 from tba_megatron.errors import TransportError
 from tba_megatron.search.engine import ReceiveState, SearchEngine
 from tba_megatron.search.evaluate import evaluate
 from tba_megatron.tasks.base import Task
-from tba_megatron.transport.control import ControlChannel
+from tba_megatron.transport.control_client import ControlChannel
 from tba_megatron.transport.messages import (
     Applied,
     Beat,
@@ -30,7 +32,7 @@ from tba_megatron.transport.messages import (
     Hello,
     Lease,
     Offer,
-    Posted,
+    Probed,
     ReceiveFailed,
     Refused,
     SampleRollout,
@@ -55,6 +57,7 @@ from tba_megatron.types import (
 _log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.02
+RECEIVING_POLL_S = 0.002  # weights that have come are to be used at once
 TRAINER_GONE = 75  # exit code (EX_TEMPFAIL): come back when there is a trainer again
 
 
@@ -101,11 +104,11 @@ class Searcher:
         self._requests = 0
         self.generated = 0
         self._received_prompts = 0
-        self._busy_s = self._idle_s = 0.0
+        self._busy_s = self._waiting_s = 0.0
         self._heard_s = self._beat_s = self._sampled_s = time.monotonic()
         self._asked_prompts = 0  # received and wanted, when it last asked
-        self._receiving: PolicyVersion | None = None
-        self._posted = False
+        self._receiving: Offer | None = None
+        self._staged = False
         self._sample: SampleRollout | None = None
         self._stopping: str | None = None
 
@@ -116,17 +119,17 @@ class Searcher:
         sender = self._join()
         while self._stopping is None:
             idle_from_s = time.monotonic()
-            for message in self._control.poll(0.0 if self._engine.n_unfinished else IDLE_POLL_S):
+            for message in self._control.poll(self._patience_s()):
                 self._handle(message)
             self._take_weights()
             self._evaluate_if_asked(sender)
-            if sender.room:
+            if sender.room and not (self._staged and self._config.search.in_flight == "drain"):
                 self._fill_engine()
             self._beat()
             if self._engine.n_unfinished:
                 self._generate(sender)
             else:
-                self._idle_s += time.monotonic() - idle_from_s
+                self._waiting_s += time.monotonic() - idle_from_s
             sender.flush()
             if time.monotonic() - self._heard_s > self._config.transport.lease_s:
                 _log.warning("the trainer was silent for %g s; leaving", self._config.transport.lease_s)
@@ -134,6 +137,21 @@ class Searcher:
                 self._control.close(linger_s=0.0)
                 return TRAINER_GONE
         return self._leave(sender)
+
+    def _patience_s(self) -> float:
+        """How long to wait for a message: not at all while there is something to generate."""
+        if self._engine.n_unfinished:
+            return 0.0
+        return RECEIVING_POLL_S if self._receiving is not None else IDLE_POLL_S
+
+    @property
+    def _paused_s(self) -> float:
+        """Seconds that new weights took from generating."""
+        return self._engine.paused_s + self._engine.recompute_s
+
+    @property
+    def _idle_s(self) -> float:
+        return self._waiting_s + self._paused_s
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._stopping = signal.Signals(number).name
@@ -168,7 +186,9 @@ class Searcher:
     def _leave(self, sender: RolloutOutbox) -> int:
         self._engine.abort_all()
         sender.close()
-        self._control.send(Goodbye(generated=self.generated, busy_s=self._busy_s, idle_s=self._idle_s))
+        self._control.send(
+            Goodbye(generated=self.generated, busy_s=self._busy_s, idle_s=self._idle_s, paused_s=self._paused_s)
+        )
         self._control.close()
         self._engine.close()
         _log.info("searcher %s leaves (%s) after %d rollouts", self._name, self._stopping, self.generated)
@@ -185,7 +205,7 @@ class Searcher:
                     prompt = self._task.train_prompt(position)
                     self._queue.append(Visit(lease=message.lease, position=position, prompt=prompt))
             case Offer():
-                self._receiving, self._posted = PolicyVersion.parse(message.version), False
+                self._receiving, self._staged = message, False
                 self._engine.begin_receive(message, self._config.weights.timeout_s)
             case Evaluate():
                 self._evaluations.append(PolicyVersion.parse(message.version))
@@ -209,6 +229,7 @@ class Searcher:
                 generated=self.generated,
                 busy_s=self._busy_s,
                 idle_s=self._idle_s,
+                paused_s=self._paused_s,
                 version=str(self._engine.version),
                 wanted_prompts=wanted,
                 received_prompts=self._received_prompts,
@@ -224,23 +245,29 @@ class Searcher:
     # ---- weights
 
     def _take_weights(self) -> None:
-        """Apply a version that has arrived whole; say how a receive stands."""
-        if self._receiving is None:
+        """Apply a version that has arrived whole, or say why none has."""
+        offer = self._receiving
+        if offer is None:
             return
-        status = self._engine.poll_receive()
-        version = str(self._receiving)
-        if status.state in (ReceiveState.POSTED, ReceiveState.STAGED) and not self._posted:
-            self._posted = True
-            self._control.send(Posted(version=version))
-        if status.state is ReceiveState.STAGED:
-            started_s = time.monotonic()
-            self._engine.apply()
-            self._control.send(Applied(version=version, pause_s=time.monotonic() - started_s))
-            self._receiving = None
-        elif status.state is ReceiveState.FAILED:
-            _log.warning("version %s did not arrive: %s", version, status.reason)
-            self._control.send(ReceiveFailed(version=version, reason=status.reason))
-            self._receiving = None
+        if not self._staged:
+            status = self._engine.poll_receive()
+            if status.state is ReceiveState.FAILED:
+                _log.warning("version %s did not arrive: %s", offer.version, status.reason)
+                self._control.send(ReceiveFailed(version=offer.version, reason=status.reason))
+                self._receiving = None
+            self._staged = status.state is ReceiveState.STAGED
+        drained = self._config.search.in_flight != "drain" or not self._engine.n_unfinished
+        if self._staged and drained:
+            self._apply(offer)
+            self._receiving, self._staged = None, False
+
+    def _apply(self, offer: Offer) -> None:
+        paused_s = self._engine.paused_s
+        self._engine.apply()
+        self._control.send(Applied(version=offer.version, pause_s=self._engine.paused_s - paused_s))
+        if offer.probe:
+            (logprobs,) = self._engine.score([np.array(offer.probe, np.int32)])
+            self._control.send(Probed(version=offer.version, logprobs_nats=tuple(logprobs.tolist())))
 
     # ---- evaluation
 
@@ -291,7 +318,7 @@ class Searcher:
             self._engine.submit(request_id, visit.prompt.token_ids, self._sampling)
 
     def _generate(self, sender: RolloutOutbox) -> None:
-        started_s = time.monotonic()
+        started_s, recompute_s = time.monotonic(), self._engine.recompute_s
         for request_id, completions in self._engine.step():
             visit = self._visits.pop(request_id)
             finished = [c for c in completions if c.stop_reason is not StopReason.ABORT]
@@ -299,7 +326,7 @@ class Searcher:
                 sender.send(self._score(visit, finished))
             else:
                 self._queue.append(visit)  # its lease is open until a group arrives
-        self._busy_s += time.monotonic() - started_s
+        self._busy_s += time.monotonic() - started_s - (self._engine.recompute_s - recompute_s)
 
     def _score(self, visit: Visit, completions: Sequence[Completion]) -> RolloutGroup:
         """Completions become rollouts; they count as generated before they are sent."""

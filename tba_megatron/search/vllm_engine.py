@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 from vllm import EngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tba_megatron.config_sections import VllmEngineConfig
 from tba_megatron.errors import EngineError
-from tba_megatron.search.engine import ReceiveState, ReceiveStatus
+from tba_megatron.search.engine import InFlight, ReceiveState, ReceiveStatus
+from tba_megatron.search.vllm_scheduler import SearchScheduler
 from tba_megatron.transport.messages import Offer
 from tba_megatron.types import (
     Completion,
@@ -38,12 +44,16 @@ _STOP_REASONS = {
     "abort": StopReason.ABORT,
     "error": StopReason.ABORT,
 }
+_RPC_LIMIT_S = 120.0  # a worker that answers later than that hangs
+
+Finished = tuple[str, tuple[Completion, ...]]
 
 
 class VllmEngine:
     """A ``SearchEngine`` over vLLM's LLMEngine, for token ids only.
 
-    Its log-probs, where asked for, are those of the sampled distribution (after temperature and top-p).
+    Its log-probs, where asked for, are those of the sampled distribution (after temperature and top-p). With more than
+    one worker, the workers are processes of their own, which end with this one.
     """
 
     def __init__(
@@ -55,7 +65,9 @@ class VllmEngine:
         max_length: int,
         seed: int,
         behaviour_logprobs: bool = False,
+        in_flight: InFlight = "recompute",
     ) -> None:
+        workers = config.tensor_parallel
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(model),
@@ -64,8 +76,12 @@ class VllmEngine:
                 dtype=config.dtype,
                 enforce_eager=True,
                 max_model_len=max_length,
-                max_num_seqs=config.max_sequences,
+                max_num_seqs=config.max_sequences + 1,  # one is kept free for what is to be scored
+                max_num_active_seqs=config.max_sequences,
                 max_num_batched_tokens=max(max_length, 16 * config.max_sequences),
+                tensor_parallel_size=workers,
+                distributed_executor_backend="mp" if workers > 1 else "uni",
+                scheduler_cls="tba_megatron.search.vllm_scheduler.SearchScheduler",
                 kv_cache_memory_bytes=config.kv_cache_bytes,
                 seed=seed,
                 logprobs_mode="processed_logprobs",
@@ -78,9 +94,14 @@ class VllmEngine:
         self._max_length = max_length
         self._vocab_size = self._engine.model_config.get_vocab_size()
         self._parallel = self._engine.vllm_config.parallel_config
+        self._in_flight = in_flight
         self._unfinished: set[str] = set()
+        self._held: list[Finished] = []  # finished while something was scored
+        self._scored = 0
+        self._paused_s = self._recompute_s = 0.0
         self._receiving: PolicyVersion | None = None
         self._set_version(version)
+        self._forget_files()
         gc.collect()
         gc.freeze()  # the model's objects live for ever: the collector need not look at them again
 
@@ -96,6 +117,37 @@ class VllmEngine:
     def workers(self) -> int:
         return self._parallel.world_size
 
+    @property
+    def paused_s(self) -> float:
+        return self._paused_s
+
+    @property
+    def recompute_s(self) -> float:
+        return self._recompute_s
+
+    @property
+    def _scheduler(self) -> SearchScheduler:
+        return self._engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """A worker process that died or hangs is an EngineError; without such processes errors are as they come."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError, AssertionError, OSError, AttributeError) as error:
+            if self.workers == 1:
+                raise
+            raise EngineError(
+                f"a worker of the engine died or hangs ({type(error).__name__}: {error}); this searcher has to be "
+                f"started again"
+            ) from error
+
+    def _prompt(self, token_ids: list[int]) -> TokensPrompt:
+        if self._in_flight != "keep_kv":
+            return TokensPrompt(prompt_token_ids=token_ids)
+        # Keys and values of older weights live on: the cache serves those of equal salt alone.
+        return TokensPrompt(prompt_token_ids=token_ids, cache_salt=str(self._version))
+
     def submit(self, request_id: str, prompt_token_ids: TokenIds, sampling: SamplingSettings) -> None:
         """EngineError for a prompt that vLLM would refuse: empty, too long, or with ids outside the vocabulary."""
         ids = prompt_token_ids.tolist()
@@ -108,7 +160,7 @@ class VllmEngine:
                 f"prompt of request {request_id} has token ids outside 0..{self._vocab_size - 1}; the task's "
                 f"tokenizer is not the model's"
             )
-        self._engine.add_request(request_id, {"prompt_token_ids": ids}, self._sampling(sampling))
+        self._engine.add_request(request_id, self._prompt(ids), self._sampling(sampling))
         self._unfinished.add(request_id)
 
     def _sampling(self, sampling: SamplingSettings) -> SamplingParams:
@@ -125,21 +177,33 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def step(self) -> Sequence[tuple[str, tuple[Completion, ...]]]:
-        finished = []
-        for output in self._engine.step():
-            assert isinstance(output, RequestOutput)
+    def step(self) -> Sequence[Finished]:
+        finished, self._held = self._held, []
+        for output in self._step():
             if output.finished and output.request_id in self._unfinished:
-                self._unfinished.discard(output.request_id)
-                samples = sorted(output.outputs, key=lambda sample: sample.index)
-                finished.append((output.request_id, tuple(self._completion(s) for s in samples)))
+                finished.append((output.request_id, self._completions(output)))
+        self._unfinished.difference_update(request_id for request_id, _ in finished)
         return finished
+
+    def _step(self) -> list[RequestOutput]:
+        """One step of vLLM. Of its time, the share of the tokens that are computed again is ``recompute_s``."""
+        started_s = time.monotonic()
+        with self._working():
+            outputs = self._engine.step()
+        scheduler = self._scheduler
+        if scheduler.n_recomputed:
+            self._recompute_s += (time.monotonic() - started_s) * scheduler.n_recomputed / scheduler.n_scheduled
+        return outputs  # type: ignore[return-value]
 
     def abort_all(self) -> None:
         self._engine.abort_request(list(self._unfinished))
         self._unfinished.clear()
+        self._held.clear()
         while self._engine.has_unfinished_requests():
-            self._engine.step()
+            self._step()
+
+    def _completions(self, output: RequestOutput) -> tuple[Completion, ...]:
+        return tuple(self._completion(sample) for sample in sorted(output.outputs, key=lambda sample: sample.index))
 
     def _completion(self, output: CompletionOutput) -> Completion:
         token_ids = np.array(output.token_ids, np.int32)
@@ -164,36 +228,38 @@ class VllmEngine:
     def score(self, sequences: Sequence[TokenIds]) -> list[Floats]:
         """log p of each token given those before it, at temperature 1 in nats; [T - 1] a sequence.
 
-        Only while nothing else is in the engine. A sequence needs 2 tokens and room for one more.
+        Nothing of them comes from cached keys and values. Requests go on meanwhile, a step or two for each sequence;
+        what finishes comes out of the next ``step``. A sequence needs 2 tokens and room for one more.
         """
-        if self._unfinished:
-            raise EngineError(f"score needs an idle engine, but {len(self._unfinished)} requests are in it")
+        return [self._score(ids) for ids in sequences]
+
+    def _score(self, sequence: TokenIds) -> Floats:
+        self._scored += 1
+        name = f"score {self._scored}"
+        # ``prompt_logprobs`` makes vLLM compute the whole prompt, whatever its cache holds.
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
-        for i, ids in enumerate(sequences):
-            self._engine.add_request(f"score-{i}", {"prompt_token_ids": ids.tolist()}, params)
-        scores: dict[str, Floats] = {}
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.finished:
-                    assert isinstance(output, RequestOutput) and output.prompt_token_ids is not None
-                    entries = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
-                    values = [
-                        entry[token].logprob if entry and token is not None else math.nan for token, entry in entries
-                    ]
-                    scores[output.request_id] = np.array(values, np.float32)
-        return [scores[f"score-{i}"] for i in range(len(sequences))]
+        scored: RequestOutput | None = None
+        with self._scheduler.first(self._engine.add_request(name, self._prompt(sequence.tolist()), params)):
+            while scored is None:
+                for output in self._step():
+                    if output.finished and output.request_id == name:
+                        scored = output
+                    elif output.finished and output.request_id in self._unfinished:
+                        self._held.append((output.request_id, self._completions(output)))
+        assert scored.prompt_token_ids is not None and scored.prompt_logprobs is not None
+        taken = zip(scored.prompt_token_ids[1:], scored.prompt_logprobs[1:], strict=True)
+        return np.array([entry[token].logprob if entry else math.nan for token, entry in taken], np.float32)
 
     # ---- weights
 
     def begin_receive(self, offer: Offer, timeout_s: float) -> None:
         self._receiving = PolicyVersion.parse(offer.version)
-        self._engine.collective_rpc("tba_begin_receive", args=(msgspec.msgpack.encode(offer), timeout_s))
+        self._call("tba_begin_receive", msgspec.msgpack.encode(offer), timeout_s)
 
     def poll_receive(self) -> ReceiveStatus:
         """The state of the worker that is furthest behind, or of the first that failed."""
         statuses = [
-            ReceiveStatus(state=ReceiveState(state), reason=reason)
-            for state, reason in self._engine.collective_rpc("tba_poll_receive")
+            ReceiveStatus(state=ReceiveState(state), reason=reason) for state, reason in self._call("tba_poll_receive")
         ]
         order = (ReceiveState.FAILED, ReceiveState.NONE, ReceiveState.JOINING, ReceiveState.POSTED)
         for state in order:
@@ -204,21 +270,49 @@ class VllmEngine:
 
     def apply(self) -> None:
         assert self._receiving is not None
+        if self._in_flight == "drain" and self._unfinished:
+            raise EngineError(
+                f"version {self._receiving} cannot be applied while {len(self._unfinished)} requests are in the "
+                f"engine; search.in_flight is drain"
+            )
+        started_s = time.monotonic()
         try:
-            self._engine.collective_rpc("start_weight_update")
-            self._engine.collective_rpc("update_weights", args=({},))
-            self._engine.collective_rpc("finish_weight_update")
-        except (RuntimeError, ValueError, AssertionError) as error:
+            self._engine.collective_rpc("tba_apply", timeout=_RPC_LIMIT_S)
+        except (RuntimeError, ValueError, AssertionError, KeyError, TimeoutError) as error:
             # Layers are half loaded and cannot be trusted: this process has to start again.
             raise EngineError(f"version {self._receiving} could not be loaded: {error}") from error
         self._set_version(self._receiving)
         self._receiving = None
-        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+        self._leave_old_cache()
+        self._paused_s += time.monotonic() - started_s
+
+    def _leave_old_cache(self) -> None:
+        """Nothing that begins from here on reads keys and values of the old weights."""
+        if self._in_flight == "keep_kv":
+            self._scheduler.salt_waiting(str(self._version))
+        elif not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("the prefix cache could not be reset after new weights")
 
     def _set_version(self, version: PolicyVersion) -> None:
         self._version = version
         self._engine.set_weight_version(str(version))
 
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """``method`` of every worker, in their order."""
+        with self._working():
+            return self._engine.collective_rpc(method, timeout=_RPC_LIMIT_S, args=args)
+
+    def _forget_files(self) -> None:
+        """Unlink the files by which the workers have met: however they end, nothing is left of them.
+
+        Their memory in /dev/shm lives for as long as a worker has it mapped. What this process has there is unlinked
+        by Python's resource tracker, which outlives it.
+        """
+        identity = self._call("tba_identity")[0]
+        for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+            for path in folder.iterdir() if identity and folder.is_dir() else ():
+                if path.name.startswith(identity):
+                    path.unlink(missing_ok=True)
+
     def close(self) -> None:
-        self._engine.collective_rpc("shutdown_weight_transfer_engine")
+        self._engine.engine_core.shutdown()

@@ -6,6 +6,9 @@ vLLM imports this module in every worker before it loads the model, because ``wo
 
 from __future__ import annotations
 
+import gc
+import logging
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +24,15 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from tba_megatron.models.hf_folder import open_tensors
+from tba_megatron.dist import die_with_parent, run_environment
+from tba_megatron.models.hf_folder import list_tensors
 from tba_megatron.search.receiver import Receiver
+from tba_megatron.search.vllm_reload import ReloadPlan, Unplannable, plan_reload
 from tba_megatron.transport.messages import Offer
 
 BACKEND = "tba"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -39,7 +46,10 @@ class TbaUpdateInfo(WeightTransferUpdateInfo):
 
 
 class TbaWeightTransferEngine(WeightTransferEngine[TbaInitInfo, TbaUpdateInfo]):
-    """Loads a staged version layer by layer; the wire is not touched between start and finish."""
+    """Loads a staged version in one go; the wire is not touched between start and finish.
+
+    On a CPU by a plan, where the model allows one; else layer by layer, as vLLM does.
+    """
 
     init_info_cls = TbaInitInfo
     update_info_cls = TbaUpdateInfo
@@ -47,17 +57,26 @@ class TbaWeightTransferEngine(WeightTransferEngine[TbaInitInfo, TbaUpdateInfo]):
 
     def __init__(self, config, vllm_config, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        with open_tensors(Path(vllm_config.model_config.model)) as tensors:
-            names = tensors.names
-        if vllm_config.model_config.hf_config.tie_word_embeddings:
-            names -= {"lm_head.weight"}
-        self.receiver = Receiver(device, names)
+        self._alone = vllm_config.parallel_config.world_size > 1
+        if self._alone:
+            # A process of its own, which lives as long as its searcher. Signals to their group are the searcher's
+            # matter: it still takes steps then, to leave with nothing in the engine.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            die_with_parent()
+        tied = vllm_config.model_config.hf_config.tie_word_embeddings
+        dtype: torch.dtype = vllm_config.model_config.dtype
+        shapes = _shapes(Path(vllm_config.model_config.model), tied=tied)
+        self.plan = _plan(model, shapes, dtype) if device.type == "cpu" else None
+        text = str(dtype).removeprefix("torch.")
+        self.receiver = Receiver(device, {name: (shape, text) for name, shape in shapes.items()})
 
     def init_transfer_engine(self, init_info: TbaInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        if self.plan is None:
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # Not the base's: it synchronizes an accelerator, which raises on a CPU build (0.32).
@@ -67,12 +86,16 @@ class TbaWeightTransferEngine(WeightTransferEngine[TbaInitInfo, TbaUpdateInfo]):
 
     def receive_weights(self, update_info: TbaUpdateInfo) -> None:
         _, tensors = self.receiver.take()
-        self.model.load_weights(iter(tensors))  # type: ignore[operator]
+        if self.plan is None:
+            self.model.load_weights(iter(tensors))  # type: ignore[operator]
+        else:
+            self.plan.run(dict(tensors))
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            self._repack_tied_heads()
+        if self.plan is None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                self._repack_tied_heads()
 
     def _repack_tied_heads(self) -> None:
         """On CPU a tied head has a packed copy of its own, which the layerwise reload leaves as it was (0.32).
@@ -88,6 +111,25 @@ class TbaWeightTransferEngine(WeightTransferEngine[TbaInitInfo, TbaUpdateInfo]):
 
     def shutdown(self) -> None:
         self.receiver.close()
+        if self._alone:
+            gc.freeze()  # this process ends: to look for garbage first takes seconds
+
+
+def _shapes(folder: Path, *, tied: bool) -> dict[str, tuple[int, ...]]:
+    """What a trainer sends: every tensor of the model's folder, the head of a tied model never."""
+    shapes = {name: stored.shape for name, stored in list_tensors(folder).items()}
+    if tied:
+        shapes.pop("lm_head.weight", None)
+    return shapes
+
+
+def _plan(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> ReloadPlan | None:
+    arriving = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    try:
+        return plan_reload(model, arriving)
+    except Unplannable as reason:
+        _log.warning("new weights are loaded layer by layer, which takes some times as long: %s", reason)
+        return None
 
 
 def _address(layer: torch.nn.Module) -> int:
@@ -111,3 +153,13 @@ class WorkerExtension:
     def tba_poll_receive(self) -> tuple[str, str]:
         status = self.weight_transfer_engine.receiver.poll()
         return status.state.value, status.reason
+
+    def tba_apply(self) -> None:
+        """The three parts of a weight update of vLLM's worker, in one call."""
+        self.start_weight_update()  # type: ignore[attr-defined]
+        self.update_weights({})  # type: ignore[attr-defined]
+        self.finish_weight_update()  # type: ignore[attr-defined]
+
+    def tba_identity(self) -> str:
+        """What the names of this group's files in /dev/shm and in the folder of temporary files begin with."""
+        return run_environment().get("VLLM_DIST_IDENT", "")

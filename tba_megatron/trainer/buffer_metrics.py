@@ -23,6 +23,8 @@ def draw_metrics(drawn: Sequence[DrawFacts], ages: Counter[int], seconds: float)
     """What the shards gave to one step; ``ages`` are those of all of them."""
     copies = max(1, ages.total() + sum(f.off_branch for f in drawn))
     return {
+        "rollout/len_trained": sum(f.completion_tokens for f in drawn) / copies,
+        "buffer/first_time_share": sum(f.first_time for f in drawn) / copies,
         "rollout/truncated_frac": sum(f.truncated for f in drawn) / copies,
         "rollout/empty_frac": sum(f.empty for f in drawn) / copies,
         "buffer/with_replacement_groups": sum(f.with_replacement for f in drawn),
@@ -41,6 +43,7 @@ def shard_metrics(reports: Sequence[ShardReport], messages: Sequence[MessageCoun
     return {
         "buffer/rollouts": sum(report.n_rollouts for report in reports),
         "buffer/prompts": sum(report.n_prompts for report in reports),
+        "buffer/exhausted_prompts": sum(report.n_exhausted for report in reports),
         "buffer/bytes": sum(report.bytes for report in reports),
         "buffer/waiting_bytes": sum(m.waiting_bytes for m in messages),
         "buffer/refused_total": sum(m.refused for m in messages),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ def open_run_log(config: Config, step: int) -> MetricLog:
 
 
 def export_policy(config: Config, chunks: Sequence[GPTModel], groups: Groups, folder: Path) -> None:
-    """Write the policy as a Hugging Face folder; what earlier attempts left beside it under ``weights`` is removed."""
+    """Write the policy as a Hugging Face folder."""
     architecture, shape = read_model_together(config, config.start_model, groups)
     export_hf(
         chunks,
@@ -104,10 +103,6 @@ def export_policy(config: Config, chunks: Sequence[GPTModel], groups: Groups, fo
         template=config.start_model,
         dtype=config.trainer.dtype,
     )
-    if groups.rank == 0 and folder.parent.name == "weights":
-        for old in folder.parent.iterdir():
-            if old != folder and not old.name.startswith("."):
-                shutil.rmtree(old, ignore_errors=True)
 
 
 def export_newest(config: Config, groups: Groups, folder: Path) -> int:

@@ -16,8 +16,10 @@ from tba_megatron.buffer.sampler import Sampler
 from tba_megatron.config import Config
 from tba_megatron.metrics import MetricLog
 from tba_megatron.trainer.buffer_metrics import draw_metrics, ledger_metrics, quantile, shard_metrics
+from tba_megatron.trainer.lockstep import LockStep
 from tba_megatron.trainer.notes import DrawFacts, MessageCounts, Note
-from tba_megatron.trainer.publish import Publisher
+from tba_megatron.trainer.probe import ProbeDesk
+from tba_megatron.trainer.publish import PublishDesk
 from tba_megatron.trainer.result import RunResult
 from tba_megatron.trainer.run_state import RunState
 from tba_megatron.trainer.step import Update
@@ -26,9 +28,9 @@ from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.messages import Evaluate
 from tba_megatron.types import (
     Action,
-    CohortPlan,
     LedgerCounts,
     PolicyVersion,
+    PublishPlan,
     ShardReport,
     StepPlan,
 )
@@ -48,12 +50,15 @@ class Chief:
         *,
         config: Config,
         control: ControlServer,
-        publisher: Publisher,
+        desk: PublishDesk,
+        probes: ProbeDesk,
         sampler: Sampler,
         log: MetricLog,
         state: RunState,
     ) -> None:
-        self._config, self._control, self._publisher = config, control, publisher
+        self._config, self._control, self._desk, self._probes = config, control, desk, probes
+        self._lockstep = LockStep(config, control) if config.weights.mode == "sync" else None
+        self._sending, self._snapshot_s = False, 0.0
         self._sampler, self._log, self._restored = sampler, log, state
         self._history = state.history
         self._started_s = time.monotonic()
@@ -63,6 +68,7 @@ class Chief:
         self._train_s, self._wait_s = state.train_s, state.wait_s
         self._wait_before_step_s = 0.0
         self._ages: Counter[int] = Counter(state.ages)
+        self._drawn, self._drawn_first = state.drawn, state.drawn_first
         self._skipped = state.skipped_steps
         self._versions_before = state.versions
         self._accuracy_before = state.accuracy_before
@@ -76,6 +82,8 @@ class Chief:
         self._messages: list[MessageCounts] = []
         self._fresh_prompts = 0  # as reported
         self._visits = 0  # groups that arrived
+        self._visits_before_step = 0  # up to the decision for the last step
+        self._received_rollouts, self._received_tokens = 0, 0  # since the last step was reported
         self._stopped_by: int = 0
         self._save_written = False
         self._goodbye_until_s = 0.0
@@ -92,15 +100,18 @@ class Chief:
         if step >= self._config.trainer.steps:
             return self._finishing(step)
         self._ask_for_first_evaluation(step)
+        if self._lockstep and not self._lockstep.may_train(self._version(step), self._control.members(), self._visits):
+            return self._wait(step)
         # A log may hold enough before the first searcher has come, and only it can measure where the run begins.
         if not self._enough(reports, step) or (self._unmeasured(step) and not self._asked):
             return self._wait(step)
         self._stop_waiting()
+        self._visits_before_step = self._visits
         return self._plan(
             Action.TRAIN, step + 1, save=self._saves(step + 1), publish=self._publish_plan(step, due=self._due(step))
         )
 
-    def _plan(self, action: Action, step: int, *, save: bool = False, publish: CohortPlan | None = None) -> StepPlan:
+    def _plan(self, action: Action, step: int, *, save: bool = False, publish: PublishPlan | None = None) -> StepPlan:
         if save:
             self._saved_step = step
         seed = self._config.run.seed * 1_000_003 + step
@@ -116,8 +127,10 @@ class Chief:
         if fresh < self._config.buffer.fresh_prompts_per_step:
             return False
         # Searchers that have made twice as many visits as prompts are needed came back to the same ones: there are
-        # fewer, and a step repeats some.
-        few = self._sampler.repeats and available > 0 and self._visits >= 2 * self._needed(step)
+        # fewer, and a step repeats some. Where prompts are used up, only visits after the last step can tell.
+        used_up = any(report.n_exhausted for report in reports)
+        visits = self._visits - (self._visits_before_step if used_up else 0)
+        few = self._sampler.repeats and available > 0 and visits >= 2 * self._needed(step)
         return available >= self._needed(step) or few
 
     def _needed(self, step: int) -> int:
@@ -161,14 +174,14 @@ class Chief:
     def _due(self, step: int) -> bool:
         return step % self._config.weights.publish_every_steps == 0
 
-    def _publish_plan(self, step: int, *, due: bool) -> CohortPlan | None:
+    def _publish_plan(self, step: int, *, due: bool) -> PublishPlan | None:
         """Who gets the policy of now: everybody when it is due, and at once when a searcher has joined or failed.
 
         None while the last version is still on its way: the next one will be newer.
         """
-        members = [m for m in self._control.members() if not m.evaluating]
+        members = self._control.members()
         if due or any(m.epoch < 0 for m in members):
-            return self._publisher.plan(members, self._version(step))
+            return self._desk.plan(members, self._version(step), sending=self._sending)
         return None
 
     def _version(self, step: int) -> PolicyVersion:
@@ -202,8 +215,8 @@ class Chief:
         save = self._saved_step != step
         measured = self._accuracy_after is not None or not self._config.evaluation.problems
         if self._finished_s is None:
-            self._finished_s, self._failed_before_end = time.monotonic(), self._publisher.failed
-        undeliverable = self._publisher.failed - self._failed_before_end >= FINAL_TRIES
+            self._finished_s, self._failed_before_end = time.monotonic(), self._desk.failed
+        undeliverable = self._desk.failed - self._failed_before_end >= FINAL_TRIES
         if undeliverable:
             _log.warning("the final version could not be sent in %d tries; it is not measured", FINAL_TRIES)
         # A resumed run can be at its end before the first searcher has joined.
@@ -242,7 +255,14 @@ class Chief:
         for note in notes:
             arrived.update(note.arrived)
         self._visits += arrived.total()
+        self._received_rollouts += sum(note.received_rollouts for note in notes)
+        self._received_tokens += sum(note.received_tokens for note in notes)
         self._control.note(arrived=dict(arrived), fresh_prompts=self._fresh_prompts)
+        self._sending = any(note.sending for note in notes)
+        self._snapshot_s = max(note.snapshot_s for note in notes)
+        for version, logprobs in (note.probe for note in notes if note.probe is not None):
+            self._probes.know(PolicyVersion.parse(version), logprobs)
+        self._probes.compare()
         for evaluated in self._control.take_evaluations():
             measured_step = PolicyVersion.parse(evaluated.version).step
             if measured_step == 0:
@@ -279,8 +299,10 @@ class Chief:
             idle_s=self._restored.idle_s + idle_s,
             train_s=self._train_s,
             wait_s=self._wait_s,
-            versions=self._versions_before + self._publisher.published,
+            versions=self._versions_before + self._desk.published,
             ages=dict(self._ages),
+            drawn=self._drawn,
+            drawn_first=self._drawn_first,
         )
 
     def report(self, step: int, done: Update, drawn: Sequence[DrawFacts], seconds: float) -> None:
@@ -291,6 +313,8 @@ class Chief:
         for facts in drawn:
             ages.update(facts.ages)
         self._ages.update(ages)
+        self._drawn += ages.total() + sum(facts.off_branch for facts in drawn)
+        self._drawn_first += sum(facts.first_time for facts in drawn)
         joined, lost = self._control.totals()
         busy_s, idle_s = self._control.times()
         metrics: dict[str, float] = {
@@ -301,16 +325,21 @@ class Chief:
             "fleet/refused_total": self._control.refused,
             "time/step_s": seconds,
             "time/wait_rollout_s": self._wait_before_step_s,
-            "time/weight_sync_s": self._publisher.last_sync_s,
-            "time/weight_snapshot_s": self._publisher.last_snapshot_s,
-            "weights/published_total": self._publisher.published,
-            "weights/failed_total": self._publisher.failed,
+            "time/weight_snapshot_s": self._snapshot_s,
+            **self._desk.metrics(),
+            **self._probes.metrics(),
             "fleet/searchers_live": len(self._control.members()),
             "fleet/joined_total": joined,
             "fleet/lost_total": lost,
             "fleet/idle_frac": idle_s / (busy_s + idle_s) if busy_s + idle_s else 0.0,
+            "fleet/busy_s": busy_s,
+            "fleet/idle_s": idle_s,
+            "fleet/paused_frac": self._control.paused_s() / (busy_s + idle_s) if busy_s + idle_s else 0.0,
             **ledger_metrics(self.ledger(), self._invalid_reasons()),
         }
+        if self._received_rollouts:
+            metrics["rollout/len_received"] = self._received_tokens / self._received_rollouts
+        self._received_rollouts, self._received_tokens = 0, 0
         self._log.log(step, metrics)
         every = self._config.metrics.sample_rollouts_every_steps
         if every and step % every == 0:
@@ -337,12 +366,15 @@ class Chief:
             skipped_steps=self._skipped,
             accuracy_before=self._accuracy_before,
             accuracy_after=self._accuracy_after,
-            weight_versions=self._versions_before + self._publisher.published,
-            weight_transfers_failed=self._publisher.failed,
+            weight_versions=self._versions_before + self._desk.published,
+            weight_transfers_failed=self._desk.failed + self._control.receive_failures(),
+            probes_answered=self._probes.answered,
+            probe_alerts=self._probes.alerts,
             trainer_wait_fraction=self._wait_s / loop_s if loop_s else 0.0,
             searcher_idle_fraction=idle_s / (busy_s + idle_s) if busy_s + idle_s else 0.0,
             age_steps_p50=quantile(self._ages, 0.5),
             age_steps_max=max(self._ages, default=0),
+            first_time_share=self._drawn_first / self._drawn if self._drawn else 0.0,
             startup_s=(first if first is not None else time.monotonic()) - self._started_s,
             rollouts_generated=ledger.generated,
             rollouts_in_flight=ledger.in_flight,

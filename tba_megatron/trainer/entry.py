@@ -16,13 +16,15 @@ from tba_megatron.dist import Groups
 from tba_megatron.loss.registry import make_loss
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.all_or_none import AllOrNone
-from tba_megatron.trainer.build import Model, begin_attempt, build_model, export_policy, open_run_log
+from tba_megatron.trainer.build import begin_attempt, build_model, export_policy, open_run_log
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.chief import Chief
+from tba_megatron.trainer.coordinator import Coordinator, VersionFiles
 from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
 from tba_megatron.trainer.loop import TrainLoop
 from tba_megatron.trainer.model import Policy
-from tba_megatron.trainer.publish import Publisher
+from tba_megatron.trainer.probe import ProbeDesk, Prober, probe_tokens
+from tba_megatron.trainer.publish import PublishDesk, Publisher
 from tba_megatron.trainer.recording import FOLDER as RECORDING
 from tba_megatron.trainer.recording import Recorder
 from tba_megatron.trainer.result import write_result
@@ -31,6 +33,7 @@ from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.registry import PromptLeases
 from tba_megatron.transport.rendezvous import Rendezvous, withdraw_rendezvous, write_rendezvous
 from tba_megatron.transport.rollouts import RolloutReceiver, owner_of
+from tba_megatron.transport.weight_files import remove_old, remove_partials, version_folder, write_marker
 from tba_megatron.types import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -41,22 +44,41 @@ def train(config: Config, groups: Groups) -> int:
     model = build_model(config, groups)
     shard = _build_shard(config, groups)
     state = _restore(config, model.policy, shard, groups)
-    start_weights = config.run.folder / "weights" / str(PolicyVersion(state.history.attempt, state.step))
-    export_policy(config, model.policy.chunks, groups, start_weights)
+    start = PolicyVersion(state.history.attempt, state.step)
+    weights = config.run.folder / "weights"
+    export_policy(config, model.policy.chunks, groups, version_folder(weights, start))
+    if groups.rank == 0:
+        write_marker(weights, start)
+        remove_old(weights, keep=1)
+        remove_partials(weights)
     with ExitStack() as stack:
         token = from_rank_0(secrets.token_hex(16) if groups.rank == 0 else None, groups)
         receiver = _open_receiver(config, token, shard, stack) if shard is not None else None
         addresses = gather_on_all(receiver.address if receiver else "", groups)
         control = _open_control(config, groups, addresses, token, state)
-        publisher = _build_publisher(config, groups, model, control)
+        files = VersionFiles(weights=weights, template=config.start_model, dtype=_wire_dtype(config))
+        probe = probe_tokens(config.probe_length, model.shape.vocab_size, config.run.seed)
+        publisher = Publisher(
+            config=config.weights,
+            groups=groups,
+            architecture=model.architecture,
+            shape=model.shape,
+            files=files,
+        )
+        stack.callback(publisher.close)
         sampler = make_sampler(config.buffer.sampler)
         chief = None
         if control is not None:
             stack.callback(control.close)
             log = open_run_log(config, state.step)
             stack.callback(log.close)
-            chief = Chief(config=config, control=control, publisher=publisher, sampler=sampler, log=log, state=state)
-            _announce(config, control, token, state, start_weights)
+            desk = _open_desk(config, groups, control, files, probe)
+            stack.callback(desk.close)
+            probes = ProbeDesk(config.weights, control)
+            chief = Chief(
+                config=config, control=control, desk=desk, probes=probes, sampler=sampler, log=log, state=state
+            )
+            _announce(config, control, token, state, weights)
             stack.callback(withdraw_rendezvous, config.run.folder, token)
         loop = TrainLoop(
             config=config,
@@ -69,6 +91,7 @@ def train(config: Config, groups: Groups) -> int:
             shard=shard,
             receiver=receiver,
             publisher=publisher,
+            prober=Prober(probe, model.head, groups, config.trainer.sequence_parallel),
             chief=chief,
             recorder=_open_recorder(config, groups, state, stack),
             writer=CheckpointWriter(config.run.folder / "checkpoints", groups, config.trainer.keep_checkpoints),
@@ -80,7 +103,6 @@ def train(config: Config, groups: Groups) -> int:
             export_policy(config, model.policy.chunks, groups, config.run.folder / "hf")
         if chief is not None:
             write_result(config.run.folder, chief.result(loop.version.step))
-        publisher.close()
     return code
 
 
@@ -96,6 +118,7 @@ def _build_shard(config: Config, groups: Groups) -> StoredShard | None:
             buffer.per_prompt_rollouts,
             capacity_bytes=max(1, buffer.capacity_bytes // n_shards),
             drop_truncated=config.objective.truncated == "drop",
+            max_reuse=buffer.max_reuse,
         ),
         replay=config.run.folder / REPLAY if files else None,
         segment_bytes=files.segment_bytes if files else 0,
@@ -130,16 +153,29 @@ def _open_recorder(config: Config, groups: Groups, state: RunState, stack: ExitS
     return recorder
 
 
-def _build_publisher(config: Config, groups: Groups, model: Model, control: ControlServer | None) -> Publisher:
+def _wire_dtype(config: Config) -> str:
+    """What the searchers' engines compute in."""
     engine = config.search.engine
-    return Publisher(
+    return engine.dtype if isinstance(engine, VllmEngineConfig) else config.trainer.dtype
+
+
+def _open_desk(
+    config: Config, groups: Groups, control: ControlServer, files: VersionFiles, probe: tuple[int, ...]
+) -> PublishDesk:
+    coordinator = Coordinator(
         config=config.weights,
-        groups=groups,
-        architecture=model.architecture,
-        shape=model.shape,
-        dtype=engine.dtype if isinstance(engine, VllmEngineConfig) else config.trainer.dtype,
-        host=config.transport.host,
         control=control,
+        n_stages=groups.pp_size,
+        backend=groups.backend,
+        probe=probe,
+        files=files,
+    )
+    return PublishDesk(
+        config=config.weights,
+        host=config.transport.host,
+        replicas=groups.dp_size,
+        control=control,
+        coordinator=coordinator,
     )
 
 

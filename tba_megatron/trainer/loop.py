@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from tba_megatron.trainer.exchange import (
 from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.model import Policy, to_device
 from tba_megatron.trainer.notes import DrawFacts, MessageCounts, Note, draw_facts
+from tba_megatron.trainer.probe import Prober
 from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.recording import Recorder
 from tba_megatron.trainer.reference import Reference
@@ -73,6 +75,7 @@ class TrainLoop:
         shard: StoredShard | None,
         receiver: RolloutInbox | None,
         publisher: Publisher,
+        prober: Prober,
         chief: Chief | None,
         recorder: Recorder | None,
         writer: CheckpointWriter,
@@ -81,7 +84,9 @@ class TrainLoop:
     ) -> None:
         self._config, self._groups, self._policy, self._reference = config, groups, policy, reference
         self._loss, self._head, self._sampler = loss, head, sampler
-        self._shard, self._receiver, self._publisher, self._chief = shard, receiver, publisher, chief
+        self._shard, self._receiver, self._chief = shard, receiver, chief
+        self._publisher, self._prober = publisher, prober
+        self._probed: tuple[str, tuple[float, ...]] | None = None  # for the next note
         self._recorder = recorder
         self._history = history
         self._step = step
@@ -101,6 +106,7 @@ class TrainLoop:
                 self._finish_save()
             if plan.publish is not None:
                 self._publisher.publish(self._policy, self.version, plan.publish)
+                self._probe()
             if plan.action is Action.TRAIN:
                 self._train(plan)
             if plan.action is Action.SAVE or plan.save:
@@ -116,12 +122,27 @@ class TrainLoop:
     def version(self) -> PolicyVersion:
         return PolicyVersion(self._history.attempt, self._step)
 
+    def _probe(self) -> None:
+        """What searchers will be asked about this version, while its weights are here."""
+        logprobs = self._prober.score(self._policy)
+        if logprobs:
+            self._probed = (str(self.version), logprobs)
+
     def _on_signal(self, number: int, frame: object) -> None:
         self._signal = number
 
     def _exchange_notes(self) -> list[Note]:
         """Every rank's note. CheckpointError on all of them when one cannot go on."""
-        notes = gather_on_all(self._receive(), self._groups)
+        note = replace(
+            self._receive(),
+            signal=self._signal,
+            save_written=self._save_written,
+            sending=self._publisher.sending,
+            snapshot_s=self._publisher.last_snapshot_s,
+            probe=self._probed,
+        )
+        self._probed = None
+        notes = gather_on_all(note, self._groups)
         failures = dict.fromkeys(note.failure for note in notes if note.failure)
         if failures:
             raise CheckpointError("; ".join(failures))
@@ -131,27 +152,26 @@ class TrainLoop:
         """Move what has arrived into the shard."""
         stored, receiver = self._shard, self._receiver
         if stored is None or receiver is None:
-            return Note(signal=self._signal, save_written=self._save_written)
+            return Note()
         arrived: Counter[int] = Counter()
+        rollouts = tokens = 0
         failure = ""
         try:
-            a_step = self._config.trainer.prompts_per_step / self._groups.dp_size
-            until_s = math.inf if self._intake_s is None else time.monotonic() + self._intake_s
-            for arrival in receiver.drain():
+            a_step = math.ceil(self._config.trainer.prompts_per_step / self._groups.dp_size)
+            for arrival in receiver.drain(self._intake_s, a_step):
                 stored.take(arrival.batch, arrival.sender, arrival.sequence, arrival.end)
                 arrived.update(arrival.batch.lease_G.tolist())
-                if arrived.total() >= a_step and time.monotonic() >= until_s:
-                    break
+                rollouts, tokens = rollouts + arrival.batch.n_rollouts, tokens + len(arrival.batch.token_ids_T)
             if stored.segment > self._reclaimed_at:
                 self._reclaim(stored)
         except TbaError as error:
             failure = str(error)
         return Note(
-            signal=self._signal,
-            save_written=self._save_written,
             report=self._sampler.report(stored.shard, self._history, self._step),
             counts=stored.shard.counts(),
             arrived=dict(arrived),
+            received_rollouts=rollouts,
+            received_tokens=tokens,
             messages=MessageCounts(
                 refused=receiver.refused,
                 corrupt=receiver.corrupt,
@@ -198,8 +218,7 @@ class TrainLoop:
             multiple_of = self._groups.tp_size if trainer.sequence_parallel else 1
             packs = pack(mine, trainer.microbatch_tokens, multiple_of, reference_version=self._reference.version)
             tokens = sum(len(p.microbatch.tokens) for p in packs)
-            versions = self._shard.shard.rows.version[draw.rows]
-            facts = draw_facts(draw, versions, self._history, self._step, tokens)
+            facts = draw_facts(draw, self._shard.shard.rows, self._history, self._step, tokens)
         if self._chief is not None:
             self._chief.note_drawn(trainer.prompts_per_step)
         return share_packs(packs, self._groups), draw, facts

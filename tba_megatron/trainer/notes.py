@@ -9,8 +9,8 @@ import numpy as np
 
 from tba_megatron.buffer.draws import Draw
 from tba_megatron.buffer.ledger import ShardCounts
-from tba_megatron.buffer.rows import version_of
-from tba_megatron.rollout_batch import STOP_REASONS, Ints
+from tba_megatron.buffer.rows import RowColumns, version_of
+from tba_megatron.rollout_batch import STOP_REASONS
 from tba_megatron.types import PolicyHistory, ShardReport, StopReason
 
 _LENGTH = STOP_REASONS.index(StopReason.LENGTH)
@@ -36,7 +36,12 @@ class Note:
     counts: ShardCounts | None = None
     arrived: dict[int, int] = field(default_factory=dict)  # lease -> groups since the last note
     save_written: bool = False  # a save is in flight, and this rank has written its part
+    received_rollouts: int = 0  # since the last note, whatever became of them
+    received_tokens: int = 0  # of their completions
     messages: MessageCounts = MessageCounts()
+    sending: bool = False  # the last snapshot of this rank has not left
+    snapshot_s: float = 0.0  # how long training stood still for it
+    probe: tuple[str, tuple[float, ...]] | None = None  # a version, and its log-probs of the probe
     failure: str = ""  # why this rank cannot go on; every rank ends with this line
 
 
@@ -46,6 +51,8 @@ class DrawFacts:
 
     ages: Counter[int]  # optimizer steps between the newest policy that wrote a rollout and the one that learns
     off_branch: int
+    first_time: int  # of rollouts that were part of no step before
+    completion_tokens: int
     truncated: int
     empty: int
     with_replacement: int  # groups
@@ -55,12 +62,12 @@ class DrawFacts:
     tokens: int  # in this replica's microbatches
 
 
-def draw_facts(draw: Draw, versions: Ints, history: PolicyHistory, step: int, tokens: int) -> DrawFacts:
-    """The facts of a draw for the policy that has made ``step`` steps; ``versions`` [S] are ``version_code``s."""
+def draw_facts(draw: Draw, rows: RowColumns, history: PolicyHistory, step: int, tokens: int) -> DrawFacts:
+    """The facts of a draw, which ``rows`` count as trained, for the policy that has made ``step`` steps."""
     batch = draw.batch
     ages: Counter[int] = Counter()
     off_branch = 0
-    codes, owner = np.unique(versions, return_inverse=True)
+    codes, owner = np.unique(rows.version[draw.rows], return_inverse=True)
     copies = np.bincount(owner, batch.copies_S, len(codes)).astype(np.int64)
     for code, n in zip(codes.tolist(), copies.tolist(), strict=True):
         age = history.age_steps(version_of(code), step)
@@ -71,6 +78,8 @@ def draw_facts(draw: Draw, versions: Ints, history: PolicyHistory, step: int, to
     return DrawFacts(
         ages=ages,
         off_branch=off_branch,
+        first_time=int(batch.copies_S[rows.uses[draw.rows] == 1].sum()),
+        completion_tokens=int(np.dot(batch.copies_S.astype(np.int64), batch.length_S)),
         truncated=int(batch.copies_S[batch.stop_reason_S == _LENGTH].sum()),
         empty=int(batch.copies_S[batch.length_S == 0].sum()),
         with_replacement=draw.with_replacement,

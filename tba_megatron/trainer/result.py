@@ -24,11 +24,14 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     weight_versions: int = 0
-    weight_transfers_failed: int = 0
+    weight_transfers_failed: int = 0  # rounds that a cohort did not get, and versions that a searcher could not take in
+    probes_answered: int = 0
+    probe_alerts: int = 0  # searchers that did not run what they were sent
     trainer_wait_fraction: float = 0.0  # of the time from the first step on
     searcher_idle_fraction: float = 0.0  # of the searchers' time
     age_steps_p50: int = 0
     age_steps_max: int = 0
+    first_time_share: float = 0.0  # of the rollouts in all steps, copies counted: those that were in no step before
     startup_s: float = 0.0
     rollouts_generated: int = 0
     rollouts_in_flight: int = 0

@@ -35,6 +35,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
     versions: int = 0
     ages: dict[int, int] = {}  # age in steps -> rollouts trained at that age
+    drawn: int = 0  # rollouts of all steps, copies counted
+    drawn_first: int = 0  # of them, those that were part of no step before
 
     @property
     def history(self) -> PolicyHistory:

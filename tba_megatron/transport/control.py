@@ -1,4 +1,4 @@
-"""The control channel: a ROUTER socket at the trainer's rank 0, a DEALER at each searcher.
+"""The trainer's end of the control channel: a ROUTER socket at rank 0.
 
 The server answers in a thread of its own, so that leases and heartbeats do not wait for a training step. The trainer
 reads and changes the shared state through its methods only, each of which holds the lock for microseconds.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import zmq
 
@@ -27,7 +27,7 @@ from tba_megatron.transport.messages import (
     Heartbeat,
     Hello,
     Lease,
-    Posted,
+    Probed,
     ReceiveFailed,
     Refused,
     SampleRollout,
@@ -35,7 +35,6 @@ from tba_megatron.transport.messages import (
     ToSearcher,
     Welcome,
     decode_from_searcher,
-    decode_to_searcher,
     encode,
 )
 from tba_megatron.transport.registry import Member, PromptLeases, Registry, State
@@ -73,9 +72,11 @@ class ControlServer:
         self._max_ahead_groups = max_ahead_groups
         self._fresh_prompts = 0
         self._granting = True
+        self._allowance = math.inf  # prompts that may still be leased
         self._outbox: deque[tuple[str, ToSearcher]] = deque()
         self._evaluations: deque[Evaluated] = deque()
         self._samples: deque[SampleRollout] = deque(maxlen=256)
+        self._probes: deque[tuple[str, Probed]] = deque()
         self._peers: dict[bytes, str] = {}
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -116,6 +117,11 @@ class ControlServer:
         with self._lock:
             return self._registry.joined_total, self._registry.lost_total
 
+    def receive_failures(self) -> int:
+        """Versions that a searcher could not take in, over all searchers and all time."""
+        with self._lock:
+            return self._registry.receive_failures_total
+
     def generated(self) -> tuple[dict[str, int], frozenset[str]]:
         """(rollouts that each searcher says it generated, the searchers that are gone)."""
         with self._lock:
@@ -126,6 +132,11 @@ class ControlServer:
         with self._lock:
             members = self._registry.members.values()
             return sum(m.busy_s for m in members), sum(m.idle_s for m in members)
+
+    def paused_s(self) -> float:
+        """Of the idle seconds, those that new weights took: applying them, computing again what they made stale."""
+        with self._lock:
+            return sum(m.paused_s for m in self._registry.members.values())
 
     def unfinished_prompts(self) -> tuple[int, list[tuple[int, int]]]:
         """(next position, positions to visit again): what a checkpoint keeps of the prompt stream."""
@@ -162,6 +173,12 @@ class ControlServer:
             self._outbox.append((searcher, message))
         self._wake()
 
+    def allow(self, prompts: int) -> None:
+        """Lease at most this many prompts from here on, those that come back from a lost searcher not counted."""
+        with self._lock:
+            self._allowance = prompts
+        self._wake()
+
     def stop_granting(self) -> None:
         """Lease no more prompts."""
         with self._lock:
@@ -187,6 +204,18 @@ class ControlServer:
         with self._lock:
             done, self._evaluations = list(self._evaluations), deque()
             return done
+
+    def take_probes(self) -> list[tuple[str, Probed]]:
+        """(searcher, its answer) since the last call."""
+        with self._lock:
+            done, self._probes = list(self._probes), deque()
+            return done
+
+    def refuse_weights(self, searcher: str, reason: str) -> None:
+        """What ``searcher`` runs is not what it was sent: it gets the newest version again, through another group."""
+        with self._changed:
+            if searcher in self._registry.members:
+                self._registry.change(searcher, failure=reason, epoch=-1)
 
     def take_samples(self) -> list[SampleRollout]:
         with self._lock:
@@ -245,12 +274,14 @@ class ControlServer:
             return
         now_s = self._clock()
         self._peers[peer] = message.searcher
+        version = PolicyVersion.parse(message.version)
         self._registry.join(
             Member(
                 searcher=message.searcher,
                 host=message.host,
                 workers=message.workers,
-                version=PolicyVersion.parse(message.version),
+                version=version,
+                current=version >= self._registry.newest,
                 joined_s=now_s,
                 heard_s=now_s,
             )
@@ -270,17 +301,20 @@ class ControlServer:
                     generated=message.generated,
                     busy_s=message.busy_s,
                     idle_s=message.idle_s,
+                    paused_s=message.paused_s,
                     version=PolicyVersion.parse(message.version),
                     wanted_prompts=message.wanted_prompts,
                     received_prompts=message.received_prompts,
                 )
                 self._outbox.append((searcher, Beat()))
-            case Posted():
-                change(searcher, posted=PolicyVersion.parse(message.version))
             case Applied():
-                change(searcher, version=PolicyVersion.parse(message.version))
+                change(searcher, version=PolicyVersion.parse(message.version), current=True)
+            case Probed():
+                self._probes.append((searcher, message))
             case ReceiveFailed():
                 change(searcher, failure=message.reason, epoch=-1)
+                self._registry.receive_failures_total += 1
+                _log.warning("searcher %s keeps its old weights: %s", searcher, message.reason)
             case Evaluated():
                 change(searcher, evaluating=False)
                 self._evaluations.append(message)
@@ -292,14 +326,16 @@ class ControlServer:
                     generated=message.generated,
                     busy_s=message.busy_s,
                     idle_s=message.idle_s,
+                    paused_s=message.paused_s,
                 )
                 self._registry.leave(searcher, State.LEFT)
-                self._leases.take_back(searcher)
+                self._allowance += self._leases.take_back(searcher)
 
     def _tick(self) -> None:
         with self._changed:
             for searcher in self._registry.silent(self._clock(), self._lease_s):
                 prompts = self._leases.take_back(searcher)
+                self._allowance += prompts
                 self._registry.leave(searcher, State.LOST)
                 _log.warning(
                     "searcher %s was silent for %g s and is lost; %d prompts go to others",
@@ -314,11 +350,13 @@ class ControlServer:
     def _grant(self) -> None:
         """Give prompts to those who want some, the emptiest first, as far as searchers may be ahead."""
         for member in sorted(self._registry.living(), key=lambda m: -m.wants):
-            room = self._max_ahead_groups - self._leases.outstanding - self._fresh_prompts
+            ahead = self._max_ahead_groups - self._leases.outstanding - self._fresh_prompts
+            room = int(min(ahead, self._allowance))
             if not self._granting or room <= 0:
                 return
-            if member.wants and not member.evaluating:
+            if member.wants and member.current and not member.evaluating:
                 lease, start, count = self._leases.grant(member.searcher, min(room, member.wants))
+                self._allowance -= count
                 self._registry.change(member.searcher, granted_prompts=member.granted_prompts + count)
                 self._outbox.append((member.searcher, Lease(lease=lease, start=start, count=count)))
 
@@ -329,43 +367,3 @@ class ControlServer:
                 searcher, message = self._outbox.popleft()
                 if searcher in peers:
                     self._router.send_multipart([peers[searcher], encode(message)])
-
-
-class ControlChannel(Protocol):
-    """A searcher's side of the control channel, whatever carries it."""
-
-    def send(self, message: FromSearcher) -> None: ...
-
-    def poll(self, timeout_s: float = ...) -> list[ToSearcher]:
-        """What has arrived; waits up to ``timeout_s`` for a first message."""
-        ...
-
-    def close(self, linger_s: float = ...) -> None:
-        """Wait up to ``linger_s`` for what has not left yet."""
-        ...
-
-
-class ControlClient:
-    """The ``ControlChannel`` over ZeroMQ; for one thread. ``name`` keeps its identity over a lost connection."""
-
-    def __init__(self, address: str, name: str = "") -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)
-        if name:
-            self._socket.setsockopt(zmq.IDENTITY, name.encode())
-        self._socket.setsockopt(zmq.LINGER, 2000)  # zmq's default would wait for a dead trainer for ever
-        self._socket.connect(address)
-
-    def send(self, message: FromSearcher) -> None:
-        self._socket.send(encode(message))
-
-    def poll(self, timeout_s: float = 0.0) -> list[ToSearcher]:
-        messages = []
-        if self._socket.poll(round(timeout_s * 1000)):
-            while self._socket.poll(0):
-                messages.append(decode_to_searcher(self._socket.recv()))
-        return messages
-
-    def close(self, linger_s: float = 2.0) -> None:
-        self._context.destroy(linger=round(linger_s * 1000))

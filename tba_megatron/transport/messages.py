@@ -39,12 +39,7 @@ class Heartbeat(_Message, frozen=True):
     version: VersionText
     wanted_prompts: int  # beside those it holds
     received_prompts: int  # by leases so far, so that one under way is not asked for twice
-
-
-class Posted(_Message, frozen=True):
-    """All workers of the searcher are in the group and wait for the first bucket."""
-
-    version: VersionText
+    paused_s: float = 0.0  # of ``idle_s``: applying weights, and computing again what they made stale
 
 
 class Applied(_Message, frozen=True):
@@ -52,6 +47,13 @@ class Applied(_Message, frozen=True):
 
     version: VersionText
     pause_s: float
+
+
+class Probed(_Message, frozen=True):
+    """``logprobs_nats[i]``: of token i + 1 of the offer's probe given those before it, at temperature 1."""
+
+    version: VersionText
+    logprobs_nats: tuple[float, ...]
 
 
 class ReceiveFailed(_Message, frozen=True):
@@ -79,9 +81,10 @@ class Goodbye(_Message, frozen=True):
     generated: int
     busy_s: float
     idle_s: float
+    paused_s: float = 0.0
 
 
-FromSearcher = Hello | Heartbeat | Posted | Applied | ReceiveFailed | Evaluated | SampleRollout | Goodbye
+FromSearcher = Hello | Heartbeat | Applied | Probed | ReceiveFailed | Evaluated | SampleRollout | Goodbye
 
 
 # ---- trainer to searcher
@@ -110,16 +113,23 @@ class Lease(_Message, frozen=True):
 
 
 class Offer(_Message, frozen=True):
-    """A version is ready: join the group (when the epoch is new), post, and receive the manifest's buckets."""
+    """A version is ready. With ``folder``: read it there. Else join the broadcast group, post, receive its buckets.
+
+    ``round`` is this attempt to deliver it, and ``epoch`` the group: both are numbers that no other has in this run of
+    the trainer. ``probe``: tokens to score once the version is applied; the answer is ``Probed``.
+    """
 
     version: VersionText
     manifest: bytes
-    epoch: int
-    host: str
-    port: int
-    rank: int  # of this searcher's first worker in the group
-    world_size: int
-    backend: str
+    round: int
+    probe: tuple[int, ...] = ()
+    folder: str = ""
+    epoch: int = -1
+    host: str = ""  # of the store where members meet
+    port: int = 0
+    rank: int = 0  # of this searcher's first worker in the group
+    world_size: int = 0
+    backend: str = ""
 
 
 class Evaluate(_Message, frozen=True):

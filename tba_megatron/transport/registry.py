@@ -36,11 +36,12 @@ class Member:
     joined_s: float
     heard_s: float
     epoch: int = -1  # of the broadcast group it is in
-    posted: PolicyVersion | None = None
     failure: str | None = None  # why its last receive failed
     generated: int = 0
     busy_s: float = 0.0
     idle_s: float = 0.0
+    paused_s: float = 0.0
+    current: bool = True  # it runs the newest version, or has at some time; before that it gets no prompts
     wanted_prompts: int = 0  # when it last spoke
     received_prompts: int = 0  # when it last spoke
     granted_prompts: int = 0
@@ -128,6 +129,7 @@ class Registry:
     members: dict[str, Member] = field(default_factory=dict)
     joined_total: int = 0
     lost_total: int = 0
+    receive_failures_total: int = 0
 
     def join(self, member: Member) -> None:
         self.members[member.searcher] = member

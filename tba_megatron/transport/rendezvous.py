@@ -13,7 +13,7 @@ FILE = "rendezvous.json"
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """``weights``: a Hugging Face folder, named after its version, to start an engine from."""
+    """``weights``: the folder of published versions; its marker names the one to start an engine from."""
 
     address: str
     token: str

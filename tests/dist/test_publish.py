@@ -12,21 +12,17 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from publishing import LIMIT_S, TOKEN, PublishingRank
 from ranks import run_ranks
 
 from tba_megatron.config_sections import FakeEngineConfig, WeightsConfig
 from tba_megatron.search.engine import ReceiveState
 from tba_megatron.search.fake_engine import FakeEngine
-from tba_megatron.trainer.exchange import from_rank_0
-from tba_megatron.trainer.publish import Publisher
-from tba_megatron.transport.control import ControlClient, ControlServer
-from tba_megatron.transport.messages import Applied, Heartbeat, Hello, Offer, Posted, ReceiveFailed, Stop
-from tba_megatron.transport.registry import PromptLeases
+from tba_megatron.transport.control_client import ControlClient
+from tba_megatron.transport.messages import Applied, Heartbeat, Hello, Offer, ReceiveFailed, Stop
+from tba_megatron.transport.weight_files import newest
 from tba_megatron.types import PolicyVersion
 
-TOKEN = "token"
-LIMIT_S = 60.0
-LEASE_S = 3.0
 GROUPS = tiny.train_groups(4)
 
 
@@ -45,7 +41,7 @@ class KeepingEngine(FakeEngine):
 
 def search(name: str, model: Path, folder: Path, dies_at: str | None) -> None:
     """The part of a searcher that takes weights; ends on Stop, or without a word when offered ``dies_at``."""
-    engine, posted, stopped = KeepingEngine(name, model, folder), True, False
+    engine, receiving, stopped = KeepingEngine(name, model, folder), False, False
     deadline_s = time.monotonic() + LIMIT_S
     while not (folder / "address").exists():
         time.sleep(0.01)
@@ -58,17 +54,15 @@ def search(name: str, model: Path, folder: Path, dies_at: str | None) -> None:
                 if message.version == dies_at:
                     os._exit(0)
                 engine.begin_receive(message, LIMIT_S)
-                offered, posted = message.version, False
+                offered, receiving = message.version, True
         status = engine.poll_receive()
-        if status.state in (ReceiveState.POSTED, ReceiveState.STAGED) and not posted:
-            control.send(Posted(version=offered))
-            posted = True
-        if status.state is ReceiveState.STAGED:
+        if receiving and status.state is ReceiveState.STAGED:
             engine.apply()
             control.send(Applied(version=str(engine.version), pause_s=0.0))
-        elif status.state is ReceiveState.FAILED and not posted:
+            receiving = False
+        elif receiving and status.state is ReceiveState.FAILED:
             control.send(ReceiveFailed(version=offered, reason=status.reason))
-            posted = True
+            receiving = False
         beat = Heartbeat(
             generated=0, busy_s=0.0, idle_s=0.0, version=str(engine.version), wanted_prompts=0, received_prompts=0
         )
@@ -93,58 +87,22 @@ def searchers(model: Path, folder: Path, **dies_at: str | None) -> Iterator[None
                 process.join()
 
 
-class Desk:
-    """A rank with its publisher, and on rank 0 the control server."""
+class Desk(PublishingRank):
+    """A rank of the tiny model that makes steps and publishes."""
 
-    def __init__(self, groups, sizes, model: Path, folder: Path, n_searchers: int, bucket_bytes: int) -> None:
-        self.groups, self.control = groups, None
-        self.rank = tiny.Rank(groups, tiny.trainer_config(**sizes), model)
-        if groups.rank == 0:
-            self.control = ControlServer(
-                host="127.0.0.1",
-                port=0,
-                token=TOKEN,
-                lease_s=LEASE_S,
-                max_ahead_groups=1,
-                shards=(),
-                newest=PolicyVersion(0, 0),
-                leases=PromptLeases(),
-            )
-            partial = folder / ".address"
-            partial.write_text(self.control.address)
-            partial.rename(folder / "address")
-            assert self.control.wait_until(lambda members: len(members) == n_searchers, LIMIT_S)
-        self.publisher = Publisher(
-            config=WeightsConfig(timeout_s=LIMIT_S, bucket_bytes=bucket_bytes),
-            groups=groups,
-            architecture=self.rank.architecture,
-            shape=self.rank.shape,
-            dtype="float32",
-            host="127.0.0.1",
-            control=self.control,
-        )
+    def __init__(self, groups, sizes, model: Path, folder: Path, n_searchers: int, **weights) -> None:
+        config = WeightsConfig(**({"timeout_s": LIMIT_S, "bucket_bytes": 4096} | weights))
+        rank = tiny.Rank(groups, tiny.trainer_config(**sizes), model)
+        super().__init__(groups, rank, folder=folder, n_searchers=n_searchers, config=config)
 
-    def publish(self, step: int) -> tuple[int | None, dict[str, torch.Tensor]]:
-        """(epoch, or None when nothing was sent; this rank's part of the weights), after all have applied it."""
-        version = PolicyVersion(0, step)
-        plan = (self.publisher.plan(self.control.members(), version),) if self.control else None
-        (cohort,) = from_rank_0(plan, self.groups)
-        if cohort is not None:
-            before = self.publisher.failed
-            self.publisher.publish(self.rank.policy, version, cohort)
-            self.publisher._wait_for_thread()
-            if self.control and self.publisher.failed == before:
-                assert self.control.wait_until(lambda members: all(m.version == version for m in members), LIMIT_S)
-        torch.distributed.barrier(group=self.groups.world)
-        return None if cohort is None else cohort.epoch, self.rank.weights()
-
-    def close(self) -> tuple[int, int]:
-        if self.control:
-            self.control.stop_searchers("the test is over")
-            self.control.wait_until(lambda members: True, 1.0)
-            self.control.close()
-        self.publisher.close()
-        return self.publisher.published, self.publisher.failed
+    def step_and_publish(self, step: int) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
+        """(the groups that were used; this rank's part of the weights), after all have applied it."""
+        self.rank.step(GROUPS)
+        version, failed = PolicyVersion(0, step), self.counts()[1]
+        plan = self.publish(version)
+        if self.counts()[1] == failed:
+            self.wait_until_applied(version)
+        return tuple(cohort.epoch for cohort in plan.cohorts) if plan else (), self.rank.weights()
 
 
 @pytest.fixture(scope="module")
@@ -162,51 +120,101 @@ def assert_equal_weights(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "bucket_bytes"),
-    [({}, 1 << 20), ({"tp": 2}, 4096), ({"pp": 2}, 4096), pytest.param({"dp": 2}, 64, marks=pytest.mark.slow)],
+    ("sizes", "weights"),
+    [
+        ({}, {"bucket_bytes": 1 << 20}),
+        ({"tp": 2}, {}),
+        ({"pp": 2}, {}),
+        ({"dp": 2}, {"cohort_size": 1}),  # a replica each
+        ({"pp": 2}, {"transport": "files"}),
+        ({"tp": 2, "pp": 2}, {}),
+        pytest.param({}, {"cohort_size": 1}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, {"bucket_bytes": 64}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, {"transport": "files"}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, {"cohort_size": 1}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
-def test_searchers_receive_the_trainers_weights_and_nothing_is_sent_twice(sizes, bucket_bytes, model, tmp_path):
+def test_searchers_receive_the_trainers_weights_and_nothing_is_sent_twice(sizes, weights, model, tmp_path):
     def body(groups):
-        desk = Desk(groups, sizes, model, tmp_path, 2, bucket_bytes)
-        sent = []
-        for step in (1, 2):
-            desk.rank.step(GROUPS)
-            sent.append(desk.publish(step))
-        again = desk.publish(2)[0]
-        return sent, again, desk.close()
+        desk = Desk(groups, sizes, model, tmp_path, 2, **weights)
+        sent = [desk.step_and_publish(step) for step in (1, 2)]
+        again, counts = desk.publish(PolicyVersion(0, 2)), desk.counts()
+        desk.close()
+        return sent, again, counts
 
     with searchers(model, tmp_path, a=None, b=None):
         ranks = run_ranks(body, **sizes)
-    first, second = (tiny.whole([sent[i][1] for sent, _, _ in ranks]) for i in range(2))
+    replica = [sent for sent, _, _ in ranks[: len(ranks)]]
+    first, second = (tiny.whole([sent[i][1] for sent in replica]) for i in range(2))
     assert any(not torch.equal(first[name], second[name]) for name in first)
     for name in ("a", "b"):
         found = received(tmp_path, name)
         assert sorted(found) == ["0.1", "0.2"]
         assert_equal_weights(found["0.1"], first)
         assert_equal_weights(found["0.2"], second)
-    for sent, again, _ in ranks:
-        assert [epoch for epoch, _ in sent] == [0, 0]  # one group for both
+    groups_used = (0, 1) if weights.get("cohort_size") == 1 else (0,)
+    for sent, again, counts in ranks:
+        assert [epochs for epochs, _ in sent] == [groups_used, groups_used]  # the same groups for both
         assert again is None
-    leaders = {1: 1, 2: sizes.get("pp", 1)}[len(ranks)]
-    assert [counts for _, _, counts in ranks] == [(2, 0)] * leaders + [(0, 0)] * (len(ranks) - leaders)
+        assert counts == (2, 0)
+    if weights.get("transport") == "files":
+        found = newest(tmp_path / "weights")
+        assert found is not None and found[0] == PolicyVersion(0, 2)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=str)
-def test_a_searcher_that_dies_breaks_one_publish_and_the_next_reaches_the_others(sizes, model, tmp_path):
+def test_a_searcher_that_dies_breaks_one_publish_and_the_next_reaches_the_others(sizes, model, tmp_path, caplog):
     def body(groups):
-        desk = Desk(groups, sizes, model, tmp_path, 2, 4096)
-        sent = []
-        for step in (1, 2, 3):
-            desk.rank.step(GROUPS)
-            sent.append(desk.publish(step))
-        return sent, desk.close()
+        desk = Desk(groups, sizes, model, tmp_path, 2)
+        sent = [desk.step_and_publish(step) for step in (1, 2, 3)]
+        counts = desk.counts()
+        desk.close()
+        return sent, counts
 
     with searchers(model, tmp_path, a=None, b="0.2"):
         ranks = run_ranks(body, **sizes)
-    assert [epoch for epoch, _ in ranks[0][0]] == [0, 0, 1]
+    assert [epochs for epochs, _ in ranks[0][0]] == [(0,), (0,), (1,)]
     assert [counts for _, counts in ranks] == [(2, 1)] * len(ranks)
     assert sorted(received(tmp_path, "b")) == ["0.1"]
     found = received(tmp_path, "a")
     assert sorted(found) == ["0.1", "0.3"]
     assert_equal_weights(found["0.3"], tiny.whole([sent[-1][1] for sent, _ in ranks]))
+
+
+def test_a_searcher_that_dies_does_not_keep_a_version_from_another_cohort(model, tmp_path):
+    def body(groups):
+        desk = Desk(groups, {}, model, tmp_path, 2, cohort_size=1)
+        sent = [desk.step_and_publish(step) for step in (1, 2)]
+        counts = desk.counts()
+        desk.close()
+        return sent, counts
+
+    with searchers(model, tmp_path, a="0.2", b=None):
+        ((sent, counts),) = run_ranks(body)
+    assert counts == (2, 1)  # the version reached one cohort, and one round failed
+    assert sorted(received(tmp_path, "a")) == ["0.1"]
+    assert_equal_weights(received(tmp_path, "b")["0.2"], sent[1][1])
+
+
+@pytest.mark.parametrize(("sizes", "transport"), [({"pp": 2}, "broadcast"), ({}, "files")], ids=str)
+def test_a_policy_that_is_not_finite_is_never_published_and_the_next_one_is(sizes, transport, model, tmp_path, caplog):
+    def body(groups):
+        desk = Desk(groups, sizes, model, tmp_path, 1, transport=transport)
+        parameter = next(iter(desk.rank.policy.chunks[0].parameters()))
+        kept = parameter.detach().clone()
+        if groups.is_last_stage:
+            parameter.data.view(-1)[0] = float("nan")
+        first = desk.publish(PolicyVersion(0, 1)) is not None
+        again = desk.publish(PolicyVersion(0, 1)) is not None
+        parameter.data.copy_(kept)
+        second = desk.publish(PolicyVersion(0, 2)) is not None
+        desk.wait_until_applied(PolicyVersion(0, 2))
+        counts = desk.counts()
+        desk.close()
+        return first, again, second, counts
+
+    with searchers(model, tmp_path, a=None):
+        ranks = run_ranks(body, **sizes)
+    assert ranks == [(True, False, True, (1, 1))] * len(ranks)
+    assert sorted(received(tmp_path, "a")) == ["0.2"]

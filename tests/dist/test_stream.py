@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -15,20 +14,15 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from tba_megatron.config_sections import WeightsConfig
 from tba_megatron.models.layouts import Replicated, Rule
 from tba_megatron.models.registry import read_model
 from tba_megatron.trainer.load_hf import load_hf
 from tba_megatron.trainer.model import build_chunks
-from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.stream_hf import bucket_rules, is_finite, stage_buckets, stream_buckets, stream_hf
-from tba_megatron.transport.manifest import build_buckets, unpack
-from tba_megatron.types import PolicyVersion
 
 SLOW = pytest.mark.slow
 LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2}]
 BUCKET = 20_000  # a layer of the tiny models has 32 kB, its largest rule 12 kB
-V1 = PolicyVersion(0, 1)
 
 
 @settings(max_examples=50, deadline=None)
@@ -140,50 +134,6 @@ def test_tensors_are_copies_of_the_dtype_and_a_bucket_is_freed_before_the_next_b
         return len(alive)
 
     assert min(run_ranks(body, **sizes)) > 4
-
-
-def publisher(groups, architecture, shape) -> Publisher:
-    return Publisher(
-        config=WeightsConfig(bucket_bytes=BUCKET),
-        groups=groups,
-        architecture=architecture,
-        shape=shape,
-        dtype="float32",
-        host="127.0.0.1",
-        control=None,
-    )
-
-
-@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2}], ids=str)
-def test_a_snapshot_is_the_buckets_of_the_stage_and_only_leaders_keep_it(sizes, folders):
-    def body(groups):
-        chunks, architecture, shape = loaded(groups, folders[False], sizes)
-        snapshot = publisher(groups, architecture, shape)._snapshot(SimpleNamespace(chunks=chunks), V1)
-        weights = list(stream_hf(chunks, architecture, shape, groups, torch.float32))
-        _, whole = build_buckets(V1, weights, BUCKET, groups.pp_rank)
-        same = [torch.equal(ours, theirs) for ours, theirs in zip(snapshot.buckets, whole, strict=True)]
-        return groups.is_stage_leader, snapshot.manifest, snapshot.buckets, same
-
-    ranks = run_ranks(body, **sizes)
-    manifest = ranks[0][1]
-    assert all(m == manifest for _, m, _, _ in ranks)
-    assert all(bool(buckets) is leads and all(same) for leads, _, buckets, same in ranks)
-    found = dict(unpack(manifest, [bucket for _, _, buckets, _ in ranks for bucket in buckets]))
-    tiny.assert_same_weights(found, load_file(folders[False] / "model.safetensors"), 0)
-
-
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
-def test_a_policy_that_is_not_finite_gives_no_snapshot_on_any_rank(sizes, folders):
-    def body(groups):
-        chunks, architecture, shape = loaded(groups, folders[True], sizes)
-        first_replica_end = groups.dp_rank == 0 and groups.is_last_stage and groups.tp_rank == groups.tp_size - 1
-        if first_replica_end:
-            with torch.no_grad():
-                chunks[-1].decoder.layers[-1].mlp.linear_fc2.weight[-1, -1] = float("nan")
-        desk = publisher(groups, architecture, shape)
-        return desk._snapshot(SimpleNamespace(chunks=chunks), V1), desk.failed
-
-    assert run_ranks(body, **sizes) == [(None, 1)] * (sum(sizes.values()) or 1)
 
 
 def test_finite_is_told_from_not():

@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 from tba_megatron.errors import WeightTransferError
-from tba_megatron.transport.manifest import Manifest, build_buckets, merge_manifests, unpack
-from tba_megatron.transport.weights import Group, host_store, join_group, receive_version, send_version
+from tba_megatron.transport.manifest import (
+    Manifest,
+    allocate,
+    build_buckets,
+    checksum,
+    layout_of,
+    merge_manifests,
+    unpack,
+)
+from tba_megatron.transport.round import host_store
+from tba_megatron.transport.weights import Group, join_group, receive_version, send_version
 from tba_megatron.types import PolicyVersion
 
 HOST = "127.0.0.1"
@@ -37,7 +48,7 @@ def tensors(seed: int, prefix: str = "w") -> list[tuple[str, torch.Tensor]]:
 
 def members(world_size: int, act: Callable[[Group], Any], timeout_s: float = TIMEOUT_S, epoch: int = 0) -> list[Any]:
     """What ``act`` returns or raises on each of ``world_size`` members in threads, by rank."""
-    store, port = host_store(HOST, timeout_s)
+    _store, port = host_store(HOST, timeout_s)
 
     def member(rank: int) -> Any:
         group = join_group(
@@ -48,7 +59,6 @@ def members(world_size: int, act: Callable[[Group], Any], timeout_s: float = TIM
             world_size=world_size,
             backend="gloo",
             timeout_s=timeout_s,
-            store=store if rank == 0 else None,
         )
         try:
             return act(group)
@@ -61,8 +71,14 @@ def members(world_size: int, act: Callable[[Group], Any], timeout_s: float = TIM
         return list(pool.map(member, range(world_size)))
 
 
+def arrive(group: Group, manifest: Manifest) -> list[torch.Tensor]:
+    staging = allocate(layout_of(manifest), CPU)
+    receive_version(group, manifest, staging)
+    return staging
+
+
 def assert_received(manifest: Manifest, buckets: list[torch.Tensor], expected) -> None:
-    for (name, got), (wanted_name, wanted) in zip(unpack(manifest, buckets), expected, strict=True):
+    for (name, got), (wanted_name, wanted) in zip(unpack(manifest.entries, buckets), expected, strict=True):
         assert name == wanted_name and got.dtype == wanted.dtype and torch.equal(got, wanted)
 
 
@@ -74,10 +90,39 @@ def test_every_receiver_gets_what_every_stage_sends():
     def act(group: Group):
         if group.rank < len(sent):
             return send_version(group, manifest, parts[group.rank][1])
-        return receive_version(group, manifest, CPU)
+        return arrive(group, manifest)
 
     for buckets in members(len(sent) + 2, act)[len(sent) :]:
         assert_received(manifest, buckets, [pair for stage in sent for pair in stage])
+
+
+def test_both_ends_hear_of_every_bucket_in_order():
+    parts = [build_buckets(V1, tensors(rank, f"{rank}."), 64, owner=rank) for rank in range(2)]
+    manifest = merge_manifests([part for part, _ in parts])
+
+    def act(group: Group) -> list[int]:
+        heard: list[int] = []
+        if group.rank < 2:
+            send_version(group, manifest, parts[group.rank][1], heard.append)
+        else:
+            receive_version(group, manifest, allocate(layout_of(manifest), CPU), heard.append)
+        return heard
+
+    assert members(4, act) == [list(range(len(manifest.buckets)))] * 4
+
+
+def test_what_a_receiver_raises_about_its_progress_ends_the_receive():
+    manifest, buckets = build_buckets(V1, tensors(0), 64, owner=0)
+
+    def refuse(bucket: int) -> None:
+        raise WeightTransferError(f"no store at bucket {bucket}")
+
+    def act(group: Group):
+        if group.rank == 0:
+            return send_version(group, manifest, buckets)
+        return receive_version(group, manifest, allocate(layout_of(manifest), CPU), refuse)
+
+    assert str(members(2, act)[1]) == "no store at bucket 0"
 
 
 def test_one_group_carries_one_version_after_another():
@@ -90,7 +135,7 @@ def test_one_group_carries_one_version_after_another():
     def act(group: Group):
         if group.rank == 0:
             return [send_version(group, manifest, buckets) for manifest, buckets in cut]
-        return [receive_version(group, manifest, CPU) for manifest, _ in cut]
+        return [arrive(group, manifest) for manifest, _ in cut]
 
     for received in members(3, act)[1:]:
         for buckets, (manifest, _), (_, named) in zip(received, cut, versions, strict=True):
@@ -98,7 +143,7 @@ def test_one_group_carries_one_version_after_another():
 
 
 def test_epochs_on_one_store_are_groups_of_their_own():
-    store, port = host_store(HOST, TIMEOUT_S)
+    _store, port = host_store(HOST, TIMEOUT_S)
 
     def member(epoch: int, rank: int) -> int:
         group = join_group(
@@ -109,7 +154,6 @@ def test_epochs_on_one_store_are_groups_of_their_own():
             world_size=2,
             backend="gloo",
             timeout_s=TIMEOUT_S,
-            store=store if rank == 0 else None,
         )
         value = torch.tensor([epoch if rank == 0 else -1])
         group.broadcast(value, 0)
@@ -133,7 +177,7 @@ def test_a_damaged_bucket_is_refused_by_version_bucket_and_sender():
     def act(group: Group):
         if group.rank < 2:
             return send_version(group, manifest, (first, second)[group.rank][1])
-        return receive_version(group, manifest, CPU)
+        return arrive(group, manifest)
 
     outcomes = members(4, act)
     assert outcomes[:2] == [None, None]
@@ -144,16 +188,31 @@ def test_a_damaged_bucket_is_refused_by_version_bucket_and_sender():
         )
 
 
+def test_a_bucket_that_is_not_finite_is_refused_by_version_bucket_sender_and_name():
+    manifest, buckets = build_buckets(V1, tensors(0), 9999, owner=0)
+    unpack(manifest.entries, buckets)[1][1][0] = float("inf")
+    altered = msgspec.structs.replace(
+        manifest, buckets=(msgspec.structs.replace(manifest.buckets[0], checksum=checksum(buckets[0])),)
+    )
+
+    def act(group: Group):
+        if group.rank == 0:
+            return send_version(group, altered, buckets)
+        return arrive(group, altered)
+
+    assert str(members(2, act)[1]) == "version 0.1: bucket 0 of 1 from rank 0: w1 is not finite"
+
+
 def test_a_damaged_manifest_is_refused_before_the_wire_is_touched():
     manifest, _ = build_buckets(V1, tensors(0), 64, owner=0)
     cut_off = Manifest(version=manifest.version, entries=manifest.entries, buckets=manifest.buckets[:1])
     never_used = Group(host_store(HOST, SHORT_S)[0], None, 1, SHORT_S)
     with pytest.raises(WeightTransferError, match=r"version 0\.1: the manifest's entry for w\S+ is damaged"):
-        receive_version(never_used, cut_off, CPU)
+        arrive(never_used, cut_off)
 
 
 def test_a_member_that_never_comes_is_waited_for_no_longer_than_the_deadline():
-    store, port = host_store(HOST, SHORT_S)
+    _store, port = host_store(HOST, SHORT_S)
     with pytest.raises(
         WeightTransferError, match=rf"rank 0 of 2 could not join broadcast group 7 at {HOST}:{port} within"
     ):
@@ -165,13 +224,12 @@ def test_a_member_that_never_comes_is_waited_for_no_longer_than_the_deadline():
             world_size=2,
             backend="gloo",
             timeout_s=SHORT_S,
-            store=store,
         )
 
 
 def test_a_store_that_is_gone_is_named():
-    store, port = host_store(HOST, SHORT_S)
-    del store
+    _store, port = host_store(HOST, SHORT_S)
+    del _store
     with pytest.raises(WeightTransferError, match=rf"rank 1 of 2 could not join broadcast group 0 at {HOST}:{port}"):
         join_group(host=HOST, port=port, epoch=0, rank=1, world_size=2, backend="gloo", timeout_s=SHORT_S)
 
@@ -186,7 +244,7 @@ def test_a_sender_that_stalls_costs_a_receiver_no_more_than_the_deadline():
             assert receiver_is_out.wait(TIMEOUT_S)
             return None  # alive until here, and silent
         try:
-            return receive_version(group, manifest, CPU)
+            return arrive(group, manifest)
         finally:
             receiver_is_out.set()
 
@@ -222,35 +280,33 @@ def die_in_group(fields: dict, broadcasts: list[tuple[torch.Tensor, int]]) -> No
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def joined_with_one_who_dies(rank: int, broadcasts: list[tuple[torch.Tensor, int]]) -> tuple[Group, int]:
-    """This process as the other member of a group of two, and the id of the child that is rank ``rank``."""
-    store, port = host_store(HOST, TIMEOUT_S)
+@contextmanager
+def joined_with_one_who_dies(rank: int, broadcasts: list[tuple[torch.Tensor, int]]) -> Iterator[Group]:
+    """This process as the other member of a group of two, whose rank ``rank`` is a child."""
+    _store, port = host_store(HOST, TIMEOUT_S)
     fields = {"host": HOST, "port": port, "epoch": 0, "world_size": 2, "backend": "gloo", "timeout_s": TIMEOUT_S}
     pid = fork(lambda: die_in_group({**fields, "rank": rank}, broadcasts))
-    return join_group(**fields, rank=1 - rank, store=store), pid
-
-
-def assert_killed(pid: int) -> None:
+    group = join_group(**fields, rank=1 - rank)
+    yield group
+    group.close()
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
 
 
 def test_a_sender_that_dies_is_named_with_the_bucket_that_is_missing():
     manifest, buckets = build_buckets(V1, tensors(0), 64, owner=0)
-    group, pid = joined_with_one_who_dies(0, [(bucket, 0) for bucket in buckets[:2]])
-    with pytest.raises(
-        WeightTransferError, match=rf"version 0\.1: bucket 2 of {len(buckets)} from rank 0 did not arrive"
+    with (
+        joined_with_one_who_dies(0, [(bucket, 0) for bucket in buckets[:2]]) as group,
+        pytest.raises(
+            WeightTransferError, match=rf"version 0\.1: bucket 2 of {len(buckets)} from rank 0 did not arrive"
+        ),
     ):
-        receive_version(group, manifest, CPU)
-    group.close()
-    assert_killed(pid)
+        arrive(group, manifest)
 
 
 def test_a_receiver_that_dies_ends_the_send():
     # Larger than what a socket takes without a reader.
     named = [(f"w{i}", torch.zeros(4 << 20, dtype=torch.uint8)) for i in range(4)]
     manifest, buckets = build_buckets(V1, named, 4 << 20, owner=0)
-    group, pid = joined_with_one_who_dies(1, [])
-    with pytest.raises(WeightTransferError, match=r"version 0\.1: bucket \d of 4 did not leave rank 0"):
+    complaint = r"version 0\.1: bucket \d of 4 did not leave rank 0"
+    with joined_with_one_who_dies(1, []) as group, pytest.raises(WeightTransferError, match=complaint):
         send_version(group, manifest, buckets)
-    group.close()
-    assert_killed(pid)

@@ -17,4 +17,4 @@ def first_models() -> dict:
 @pytest.fixture(scope="session")
 def engines(first_models, tmp_path_factory) -> Iterator[EngineChild]:
     """``tied`` gives behaviour log-probs, ``untied`` does not. A test that gives them other weights takes its own."""
-    yield from started_engines(first_models, tmp_path_factory)
+    yield from started_engines(first_models, tmp_path_factory, tied={"behaviour_logprobs": True})

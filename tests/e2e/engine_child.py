@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from tba_megatron.config_sections import VllmEngineConfig
-from tba_megatron.search.engine import ReceiveState
+from tba_megatron.search.engine import InFlight, ReceiveState
 from tba_megatron.transport.manifest import Manifest, build_buckets, encode_manifest
 from tba_megatron.transport.messages import Offer
-from tba_megatron.transport.weights import Group, host_store, join_group, send_version
+from tba_megatron.transport.round import host_store
+from tba_megatron.transport.weights import Group, join_group, send_version
 from tba_megatron.types import PolicyVersion, TokenIds
 
 VOCAB = 18  # vLLM pads it to 64
@@ -39,7 +40,9 @@ class EngineSpec:
     """An engine that the child builds when it is first used; its folder may come later than the child."""
 
     folder: Path
-    behaviour_logprobs: bool
+    behaviour_logprobs: bool = False
+    in_flight: InFlight = "recompute"
+    tensor_parallel: int = 1
 
 
 def hf_model(*, tied: bool, seed: int):
@@ -99,7 +102,7 @@ class EngineChild:
     def __init__(self, specs: dict[str, EngineSpec]) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, specs), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, specs))  # no daemon: it may start workers
         self._process.start()
         theirs.close()
 
@@ -115,8 +118,9 @@ class EngineChild:
         return result
 
     def close(self) -> None:
-        self._process.kill()  # it has nothing to save
-        self._process.join()
+        if not self._connection.closed:
+            self._process.kill()  # it has nothing to save
+            self._process.join()
         self._connection.close()
 
 
@@ -144,11 +148,12 @@ def _build(spec: EngineSpec):
 
     return VllmEngine(
         spec.folder,
-        VllmEngineConfig(max_sequences=64, kv_cache_bytes=32 << 20),
+        VllmEngineConfig(max_sequences=64, kv_cache_bytes=32 << 20, tensor_parallel=spec.tensor_parallel),
         version=FIRST,
         max_length=MAX_LENGTH,
         seed=0,
         behaviour_logprobs=spec.behaviour_logprobs,
+        in_flight=spec.in_flight,
     )
 
 
@@ -178,6 +183,24 @@ def version_of(engine) -> PolicyVersion:
     return engine.version
 
 
+def load(engine, version: PolicyVersion, tensors: Sequence[tuple[str, Tensor]]) -> bool:
+    """Apply ``tensors`` as if they were staged, at tensor parallel 1; whether it went by a plan.
+
+    What was staged is overwritten afterwards, as the next version would.
+    """
+    worker = engine._engine.model_executor.driver_worker.worker.weight_transfer_engine
+    staged = [(name, tensor.clone()) for name, tensor in tensors]
+    take, worker.receiver.take = worker.receiver.take, lambda: (None, staged)
+    engine._receiving = version
+    try:
+        engine.apply()
+    finally:
+        worker.receiver.take = take
+    for _, tensor in staged:
+        tensor.fill_(float("nan"))
+    return worker.plan is not None
+
+
 def score(engine, sequences: Sequence[TokenIds]) -> list[np.ndarray]:
     return engine.score(sequences)
 
@@ -186,10 +209,10 @@ def score(engine, sequences: Sequence[TokenIds]) -> list[np.ndarray]:
 
 
 class Sender:
-    """Rank 0 of the broadcast groups, as the trainer is; one receiver. Versions go to one engine of the child."""
+    """Rank 0 of the broadcast groups, as the trainer is. Versions go to one engine of the child."""
 
-    def __init__(self, child: EngineChild, engine: str) -> None:
-        self.child, self.engine = child, engine
+    def __init__(self, child: EngineChild, engine: str, workers: int = 1) -> None:
+        self.child, self.engine, self.workers = child, engine, workers
         self._store = None
         self._port = 0
         self._epoch = -1
@@ -206,11 +229,12 @@ class Sender:
         return Offer(
             version=manifest.version,
             manifest=encode_manifest(manifest),
+            round=time.monotonic_ns(),
             epoch=self._epoch,
             host="127.0.0.1",
             port=self._port,
             rank=1,
-            world_size=2,
+            world_size=1 + self.workers,
             backend="gloo",
         )
 
@@ -221,10 +245,9 @@ class Sender:
                 port=self._port,
                 epoch=self._epoch,
                 rank=0,
-                world_size=2,
+                world_size=1 + self.workers,
                 backend="gloo",
                 timeout_s=TIMEOUT_S,
-                store=self._store,
             )
         return self.group
 
@@ -257,11 +280,11 @@ class Sender:
         self.group = self._store = None
 
 
-def started_engines(models: dict, tmp_path_factory) -> Iterator[EngineChild]:
-    """A child with one engine a model, for a fixture to yield from."""
+def started_engines(models: dict, tmp_path_factory, **specs: dict[str, Any]) -> Iterator[EngineChild]:
+    """A child with one engine a model, for a fixture to yield from; ``specs`` are fields of ``EngineSpec`` by name."""
     folder = tmp_path_factory.mktemp("models")
     for name, model in models.items():
         model.save_pretrained(folder / name)
-    child = EngineChild({name: EngineSpec(folder=folder / name, behaviour_logprobs=name == "tied") for name in models})
+    child = EngineChild({name: EngineSpec(folder=folder / name, **specs.get(name, {})) for name in models})
     yield child
     child.close()

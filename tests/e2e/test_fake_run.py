@@ -20,6 +20,9 @@ from launching import (
     tba,
 )
 
+from tba_megatron.transport.weight_files import newest
+from tba_megatron.types import PolicyVersion
+
 SETTINGS = (
     FAKE,
     "sft.steps=3",
@@ -106,3 +109,32 @@ def test_what_was_recorded_is_trained_on_again_without_searchers(run, tmp_path):
         assert records(tmp_path, name) == pytest.approx(records(folder, name), rel=1e-4)
     assert (tmp_path / "hf" / "config.json").exists()
     assert not list((tmp_path / "logs").glob("search-*"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    [
+        ("sync", "broadcast"),
+        pytest.param("async", "files", marks=pytest.mark.slow),
+        pytest.param("sync", "files", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_in_lock_step_trains_on_its_own_version_alone_and_files_bring_what_a_broadcast_does(
+    mode, transport, tmp_path
+):
+    done = tba(
+        "launch",
+        tmp_path,
+        *SETTINGS,
+        "search.searchers=2",
+        f"weights.mode={mode}",
+        f"weights.transport={transport}",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = summary_of(tmp_path)
+    assert (summary["complete"], summary["steps"], ledger_gap(summary)) == (True, 4, 0)
+    assert summary["weight_transfers_failed"] == 0
+    if mode == "sync":
+        assert (summary["weight_versions"], summary["age_steps_max"], summary["first_time_share"]) == (5, 0, 1.0)
+    if transport == "files":
+        assert newest(tmp_path / "weights")[0] == PolicyVersion(0, 4)

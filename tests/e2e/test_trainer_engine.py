@@ -21,24 +21,21 @@ from engine_child import (
     version_of,
     wait_for,
 )
+from publishing import TOKEN, PublishingRank
 from ranks import run_ranks
 
 from tba_megatron.config_sections import WeightsConfig
 from tba_megatron.packing import pack
 from tba_megatron.search.engine import ReceiveState
-from tba_megatron.trainer.exchange import from_rank_0
 from tba_megatron.trainer.export_hf import export_hf
 from tba_megatron.trainer.model import to_device
-from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.step import token_logprobs
-from tba_megatron.transport.control import ControlClient, ControlServer
-from tba_megatron.transport.messages import Applied, Goodbye, Hello, Offer, Posted, ToSearcher
-from tba_megatron.transport.registry import PromptLeases
+from tba_megatron.transport.control_client import ControlClient
+from tba_megatron.transport.messages import Applied, Goodbye, Hello, Offer, ToSearcher
 from tba_megatron.types import PolicyVersion, TrainGroup
 
 TOLERANCE = 1e-3  # nats, float32
 LIMIT_S = 60.0  # only against a hang
-TOKEN = "of-this-run"
 NEW = PolicyVersion(3, 1)
 TEXTS = [np.random.default_rng(s).integers(2, tiny.VOCAB, n).astype(np.int32) for s, n in enumerate((4, 17, 50))]
 
@@ -53,6 +50,9 @@ MODELS = {
     "gpt_neox_tied": ("gpt_neox", True),
     "gpt_neox": ("gpt_neox", False),
 }
+
+
+LAYOUTS: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"dp": 2}]
 
 
 def cases(*values):
@@ -75,43 +75,16 @@ def export_and_score(groups, folder: Path, target: Path) -> list[np.ndarray]:
 
 def publish_and_score(groups, folder: Path, meeting: Path) -> list[np.ndarray]:
     """Publish the policy to the one searcher that comes; the policy's own log-probs, on the last stage."""
-    rank = tiny.Rank(groups, tiny.trainer_config(groups.tp_size, groups.pp_size), folder)
-    control = open_control(meeting) if groups.rank == 0 else None
-    publisher = Publisher(
-        config=WeightsConfig(bucket_bytes=4096, timeout_s=LIMIT_S),
-        groups=groups,
-        architecture=rank.architecture,
-        shape=rank.shape,
-        dtype="float32",
-        host="127.0.0.1",
-        control=control,
-    )
-    plan = from_rank_0(publisher.plan(control.members(), NEW) if control else None, groups)
-    publisher.publish(rank.policy, NEW, plan)
+    rank = tiny.Rank(groups, tiny.trainer_config(groups.tp_size, groups.pp_size, groups.dp_size), folder)
+    config = WeightsConfig(bucket_bytes=4096, timeout_s=LIMIT_S)
+    desk = PublishingRank(groups, rank, folder=meeting, n_searchers=1, config=config, lease_s=LIMIT_S)
+    desk.publish(NEW)
     own = [logprobs_of(rank, text) for text in TEXTS]
-    publisher.close()
-    assert (publisher.published, publisher.failed) == (int(groups.is_stage_leader), 0)
-    if control is not None:
-        assert control.wait_until(lambda members: not members, LIMIT_S)
-        control.close()
+    assert desk.counts() == (1, 0)
+    if desk.control is not None:
+        assert desk.control.wait_until(lambda members: not members, LIMIT_S)
+    desk.close()
     return own
-
-
-def open_control(meeting: Path) -> ControlServer:
-    control = ControlServer(
-        host="127.0.0.1",
-        port=0,
-        token=TOKEN,
-        lease_s=LIMIT_S,
-        max_ahead_groups=1,
-        shards=(),
-        newest=PolicyVersion(0, 0),
-        leases=PromptLeases(),
-    )
-    meeting.with_suffix(".partial").write_text(control.address)
-    meeting.with_suffix(".partial").rename(meeting)
-    assert control.wait_until(lambda members: bool(members), LIMIT_S)
-    return control
 
 
 def logprobs_of(rank: tiny.Rank, text: np.ndarray) -> np.ndarray:
@@ -130,14 +103,12 @@ def logprobs_of(rank: tiny.Rank, text: np.ndarray) -> np.ndarray:
 
 def take_one_version(engines: EngineChild, name: str, meeting: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while not meeting.exists() and time.monotonic() < deadline:
+    while not (meeting / "address").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    client = ControlClient(meeting.read_text())
+    client = ControlClient((meeting / "address").read_text())
     client.send(Hello(token=TOKEN, searcher="s", host="h", workers=1, version=str(engines.call(name, version_of))))
     offer = hear_offer(client)
     engines.call(name, begin, offer)
-    assert engines.call(name, wait_for, ReceiveState.POSTED)[0] is ReceiveState.POSTED
-    client.send(Posted(version=offer.version))
     assert engines.call(name, wait_for, ReceiveState.STAGED)[0] is ReceiveState.STAGED
     engines.call(name, apply)
     client.send(Applied(version=offer.version, pause_s=0.0))
@@ -198,9 +169,7 @@ def test_an_engine_that_starts_from_an_exported_folder_agrees_with_the_trainer_o
 @pytest.mark.parametrize(
     ("name", "sizes"),
     cases(
-        ("qwen2_tied", {}),
-        ("qwen2_tied", {"pp": 2}),
-        ("qwen2", {"pp": 2}),
+        *[(name, sizes) for name in ("qwen2_tied", "qwen2") for sizes in LAYOUTS],
         ("llama", {"pp": 2}),
         ("qwen3_tied", {"pp": 2}),
         ("gpt2_tied", {"tp": 2}),
@@ -214,8 +183,8 @@ def test_after_a_publish_trainer_and_engine_agree_on_every_token(engines, first_
     first_scores(name)  # the engine runs
     before = engines.call(name, score, TEXTS)
     kind, tied = MODELS[name]
-    family_model(kind, tied=tied, seed=10 + len(sizes)).save_pretrained(tmp_path / "policy")
-    meeting = tmp_path / "address"
+    family_model(kind, tied=tied, seed=10 + LAYOUTS.index(sizes)).save_pretrained(tmp_path / "policy")
+    meeting = tmp_path
     searcher = threading.Thread(target=take_one_version, args=(engines, name, meeting), daemon=True)
     searcher.start()
     trainers = run_ranks(publish_and_score, tmp_path / "policy", meeting, **sizes)[-1]

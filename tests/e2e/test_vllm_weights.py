@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,7 +28,7 @@ from engine_child import (
 )
 
 from tba_megatron.search.engine import ReceiveState
-from tba_megatron.transport.manifest import build_buckets
+from tba_megatron.transport.manifest import build_buckets, checksum, unpack
 from tba_megatron.transport.weights import join_group, send_version
 from tba_megatron.types import Completion, PolicyVersion, SamplingSettings
 
@@ -261,9 +262,39 @@ def test_weights_that_are_not_finite_are_refused(engines, senders, policies, poi
     old, new = policies["tied"]
     sender, version = senders["tied"], next_version()
     sender.publish(version, named_tensors(old))
-    tensors = [(name, tensor.clone()) for name, tensor in named_tensors(new)]
-    tensors[4][1].view(-1)[7] = poison
-    state, reason = sender.stage(next_version(), tensors, SMALL)
-    assert state is ReceiveState.FAILED and f"{tensors[4][0]} is not finite" in reason
+    manifest, buckets = build_buckets(next_version(), named_tensors(new), SMALL, owner=0)
+    entry = manifest.entries[4]
+    unpack(manifest.entries, buckets)[4][1].view(-1)[7] = poison
+    sums = list(manifest.buckets)
+    sums[entry.bucket] = msgspec.structs.replace(sums[entry.bucket], checksum=checksum(buckets[entry.bucket]))
+    manifest = msgspec.structs.replace(manifest, buckets=tuple(sums))
+    send_version(sender.post(manifest), manifest, buckets)
+    state, reason = engines.call("tied", wait_for, ReceiveState.STAGED)
+    assert state is ReceiveState.FAILED and f"{entry.name} is not finite" in reason
     assert engines.call("tied", version_of) == version
     assert_engine_is(engines, "tied", old)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda tensor: tensor.t().contiguous(), "v_proj.weight is float32 [64, 32], not float32 [32, 64]"),
+        (lambda tensor: tensor.bfloat16(), "v_proj.weight is bfloat16 [32, 64], not float32 [32, 64]"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_version_of_another_shape_or_dtype_is_refused_before_anything_is_touched(
+    engines, senders, policies, change, complaint
+):
+    old, new = policies["untied"]
+    sender, version = senders["untied"], next_version()
+    sender.publish(version, named_tensors(old))
+    tensors = [
+        (name, change(tensor) if "1.self_attn.v_proj.weight" in name else tensor) for name, tensor in named_tensors(new)
+    ]
+    manifest, _ = build_buckets(next_version(), tensors, SMALL, owner=0)
+    engines.call("untied", begin, sender.offer(manifest))
+    state, reason = engines.call("untied", wait_for, ReceiveState.STAGED)
+    assert state is ReceiveState.FAILED and complaint in reason
+    assert engines.call("untied", version_of) == version
+    assert_engine_is(engines, "untied", old)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import ranks  # noqa: F401  (changes Megatron before it is imported)
 
@@ -15,13 +17,15 @@ from tba_megatron.trainer import chief as chief_module
 from tba_megatron.trainer.checkpoint import RunState
 from tba_megatron.trainer.chief import Chief, quantile
 from tba_megatron.trainer.notes import DrawFacts, Note
+from tba_megatron.trainer.probe import ProbeDesk
 from tba_megatron.trainer.step import Update
-from tba_megatron.transport.messages import Evaluate, Evaluated
+from tba_megatron.transport.messages import Evaluate, Evaluated, Probed
 from tba_megatron.transport.registry import Member, State
-from tba_megatron.types import Action, CohortPlan, PolicyVersion, ShardReport
+from tba_megatron.types import Action, CohortPlan, PolicyVersion, PublishPlan, ShardReport
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-COHORT = CohortPlan(epoch=0, host="127.0.0.1", port=1, searchers=("a",), receivers=1)
+COHORT = CohortPlan(epoch=0, replica=0, searchers=("a",), workers=(1,))
+PUBLISH = PublishPlan(round=0, host="127.0.0.1", port=1, cohorts=(COHORT,), epochs=(0,))
 ENOUGH = 8  # prompts a step
 
 
@@ -44,7 +48,9 @@ class Control:
         self.granting = True
         self.stopped = False
         self.refused = 0
-        self.refused = 0
+        self.allowed: list[int] = []
+        self.probes: list[tuple[str, Probed]] = []
+        self.refused_weights: list[str] = []
 
     def members(self):
         return [m for m in self.fleet if m.gone is None]
@@ -66,6 +72,23 @@ class Control:
     def generated(self):
         gone = frozenset(m.searcher for m in self.fleet if m.gone is not None)
         return {m.searcher: m.generated for m in self.fleet}, gone
+
+    def allow(self, prompts):
+        self.allowed.append(prompts)
+
+    def paused_s(self):
+        return 0.5
+
+    def receive_failures(self):
+        return 3
+
+    def take_probes(self):
+        done, self.probes = self.probes, []
+        return done
+
+    def refuse_weights(self, searcher, reason):
+        self.refused_weights.append(reason)
+        self.change(searcher, epoch=-1, failure=reason)
 
     def stop_granting(self):
         self.granting = False
@@ -89,15 +112,18 @@ class Control:
         return []
 
 
-class Publisher:
-    published, failed, last_sync_s, last_snapshot_s = 2, 1, 0.5, 0.25
+class PublishDesk:
+    published, failed = 2, 1
 
     def __init__(self) -> None:
         self.asked: list[PolicyVersion] = []
 
-    def plan(self, members, version):
+    def metrics(self):
+        return {"weights/published_total": self.published}
+
+    def plan(self, members, version, *, sending):
         self.asked.append(version)
-        return COHORT if any(m.version != version for m in members) else None
+        return PUBLISH if not sending and any(m.version != version for m in members) else None
 
 
 class Log:
@@ -130,21 +156,26 @@ class Desk:
         fixed = [f"run.folder={tmp_path}", "trainer.steps=4", f"trainer.prompts_per_step={ENOUGH}"]
         buffer = ["buffer.fresh_prompts_per_step=0", "evaluation.problems=0"]
         self.config = load_config(QUICKSTART, [*fixed, *buffer, *overrides])
-        self.control, self.publisher, self.log = Control(), Publisher(), Log()
+        self.control, self.publishing, self.log = Control(), PublishDesk(), Log()
         self.control.fleet = [member()]
         self.chief = Chief(
             config=self.config,
             control=self.control,
-            publisher=self.publisher,
+            desk=self.publishing,
+            probes=ProbeDesk(self.config.weights, self.control),
             sampler=make_sampler(self.config.buffer.sampler),
             log=self.log,
             state=state or run_state(),
         )
 
-    def decide(self, step=0, prompts=ENOUGH, *, fresh=None, signals=(0,), counts=None, arrived=None):
-        fresh = prompts if fresh is None else fresh
+    def leader(self, prompts=ENOUGH, fresh=ENOUGH, *, signal=0, counts=None, arrived=None) -> Note:
         report = ShardReport(n_prompts=prompts, n_recent=prompts, n_fresh=fresh, n_rollouts=8 * prompts, bytes=0)
-        leader = Note(signal=signals[0], report=report, counts=counts or shard_counts(), arrived=arrived or {})
+        return Note(signal=signal, report=report, counts=counts or shard_counts(), arrived=arrived or {})
+
+    def decide(self, step=0, prompts=ENOUGH, *, fresh=None, signals=(0,), counts=None, arrived=None):
+        leader = self.leader(
+            prompts, prompts if fresh is None else fresh, signal=signals[0], counts=counts, arrived=arrived
+        )
         return self.chief.decide([leader, *(Note(signal=s) for s in signals[1:])], step)
 
     def evaluated(self, version: str, accuracy: float, searcher="a") -> None:
@@ -245,28 +276,51 @@ def test_it_saves_every_so_many_steps(tmp_path):
 def test_a_searcher_with_old_weights_gets_the_policy_of_now(tmp_path):
     desk = Desk(tmp_path)
     assert desk.decide(0).publish is None
-    assert desk.decide(1).publish is COHORT
-    assert desk.publisher.asked[-1] == PolicyVersion(0, 1)
+    assert desk.decide(1).publish is PUBLISH
+    assert desk.publishing.asked[-1] == PolicyVersion(0, 1)
 
 
 def test_versions_between_two_publishes_are_only_for_newcomers(tmp_path):
     desk = Desk(tmp_path, "weights.publish_every_steps=2")
-    assert [desk.decide(step).publish for step in range(3)] == [None, None, COHORT]
+    assert [desk.decide(step).publish for step in range(3)] == [None, None, PUBLISH]
     desk.control.change("a", epoch=-1)
-    assert desk.decide(3).publish is COHORT
+    assert desk.decide(3).publish is PUBLISH
 
 
 def test_a_trainer_that_starves_publishes_though_it_is_not_due(tmp_path):
     desk = Desk(tmp_path, "weights.publish_every_steps=7")
     assert desk.decide(3).publish is None
     plan = desk.decide(3, prompts=0)
-    assert (plan.action, plan.publish) == (Action.WAIT, COHORT)
+    assert (plan.action, plan.publish) == (Action.WAIT, PUBLISH)
 
 
-def test_who_evaluates_is_left_alone(tmp_path):
+def test_a_version_is_not_planned_while_a_rank_still_sends_the_last(tmp_path):
     desk = Desk(tmp_path)
-    desk.control.change("a", evaluating=True)
-    assert desk.decide(1).publish is None
+    sending = Note(sending=True)
+    assert desk.chief.decide([desk.leader(), sending], 1).publish is None
+    assert desk.chief.decide([desk.leader(), Note()], 1).publish is PUBLISH
+
+
+def test_in_lock_step_a_version_comes_first_then_its_prompts_then_the_step(tmp_path):
+    desk = Desk(tmp_path, "weights.mode=sync")
+    assert desk.control.allowed == [0]
+    plan = desk.decide(1)
+    assert (plan.action, plan.publish) == (Action.WAIT, PUBLISH)
+    desk.control.change("a", version=PolicyVersion(0, 1))
+    assert desk.decide(1).action is Action.WAIT
+    assert desk.control.allowed == [0, ENOUGH]
+    assert desk.decide(1, arrived={0: ENOUGH}).action is Action.TRAIN
+
+
+def test_a_searcher_that_does_not_run_what_it_was_sent_is_found_and_sent_it_again(tmp_path):
+    desk = Desk(tmp_path, "weights.publish_every_steps=7")
+    desk.control.change("a", version=PolicyVersion(0, 0), epoch=0)
+    desk.control.probes.append(("a", Probed(version="0.0", logprobs_nats=(-1.0, -9.0))))
+    known = Note(probe=("0.0", (-1.0, -2.0)))
+    plan = desk.chief.decide([desk.leader(), known], 1)
+    assert plan.publish is PUBLISH
+    (reason,) = desk.control.refused_weights
+    assert "3.5 nats in the mean" in reason
 
 
 @pytest.mark.parametrize("signals", [(15,), (0, 15), (0, 0, 10)])
@@ -333,7 +387,7 @@ def test_a_restart_before_the_first_checkpoint_still_measures_before_and_after(t
 def test_the_end_publishes_measures_once_and_stops(tmp_path):
     desk = Desk(tmp_path, "evaluation.problems=10")
     plan = desk.decide(4)
-    assert (plan.action, plan.publish, desk.control.granting) == (Action.WAIT, COHORT, False)
+    assert (plan.action, plan.publish, desk.control.granting) == (Action.WAIT, PUBLISH, False)
     desk.control.change("a", version=PolicyVersion(0, 4))
     assert desk.decide(4).action is Action.WAIT
     assert desk.decide(4).publish is None
@@ -379,7 +433,7 @@ def test_a_run_of_no_steps_is_measured_and_stops(tmp_path):
 def test_the_end_gives_up_a_final_version_that_nobody_can_get(clock, tmp_path):
     desk = Desk(tmp_path, "evaluation.problems=10")
     for _ in range(100):
-        desk.publisher.failed += 1
+        desk.publishing.failed += 1
         clock.now_s += desk.config.weights.timeout_s
         if desk.decide(4).action is Action.STOP:
             return
@@ -434,12 +488,16 @@ def test_a_step_is_reported_with_the_facts_of_all_shards(tmp_path):
     names = ("reward", "loss", "kl", "log_z", "residual_square", "abs_advantage", "equal_rewards")
     lengths = ("completion_tokens", "max_completion_tokens")
     done = Update(skipped=True, grad_norm=float("inf"), learning_rate=0.1, statistics=dict.fromkeys(names + lengths, 1))
-    facts = [draw_facts({0: 6, 2: 2}, tokens=30), draw_facts({0: 4}, off_branch=4, truncated=4, tokens=10)]
+    facts = [
+        draw_facts({0: 6, 2: 2}, tokens=30, first_time=5, completion_tokens=50),
+        draw_facts({0: 4}, off_branch=4, truncated=4, tokens=10, first_time=3, completion_tokens=30),
+    ]
     desk.chief.report(1, done, facts, 2.0)
     step, metrics = desk.log.rows[-1]
     assert step == 1 and metrics["optim/skipped_total"] == 1
     assert (metrics["age/p50"], metrics["age/p95"], metrics["age/max"]) == (0, 2, 2)
     assert metrics["age/off_branch_frac"] == metrics["rollout/truncated_frac"] == 0.25
+    assert (metrics["buffer/first_time_share"], metrics["rollout/len_trained"]) == (0.5, 5.0)
     assert metrics["throughput/train_tok_s"] == 20
     assert metrics["fleet/idle_frac"] == 0.25
     state = desk.chief.run_state(1)
@@ -447,12 +505,44 @@ def test_a_step_is_reported_with_the_facts_of_all_shards(tmp_path):
     assert (state.next_position, state.unfinished_prompts, state.versions) == (40, [(8, 4)], 2)
 
 
-def draw_facts(ages, *, off_branch=0, truncated=0, tokens=0) -> DrawFacts:
-    from collections import Counter
+def test_the_first_time_share_is_that_of_the_whole_run_over_restarts(tmp_path):
+    done = Update(skipped=False, grad_norm=1.0, learning_rate=0.1, statistics=Counter())
+    desk = Desk(tmp_path)
+    desk.decide(0)
+    assert desk.chief.result(0).first_time_share == 0.0
+    desk.chief.report(1, done, [draw_facts({0: 6}, off_branch=2, first_time=8)], 2.0)
+    desk.chief.report(2, done, [draw_facts({0: 4, 1: 4}, first_time=1)], 2.0)
+    assert [row["buffer/first_time_share"] for _, row in desk.log.rows] == [1.0, 0.125]
+    assert desk.chief.result(2).first_time_share == 9 / 16
+    kept = msgspec.json.decode(msgspec.json.encode(desk.chief.run_state(2)), type=RunState)
+    resumed = Desk(tmp_path, state=kept)
+    resumed.chief.report(3, done, [draw_facts({0: 4}, first_time=0)], 2.0)
+    assert resumed.chief.result(3).first_time_share == 9 / 20
 
+
+def test_the_state_of_a_run_that_did_not_count_first_times_can_be_read():
+    state = run_state(3, ages={0: 8})
+    older = {k: v for k, v in msgspec.to_builtins(state, str_keys=True).items() if not k.startswith("drawn")}
+    assert msgspec.json.decode(msgspec.json.encode(older), type=RunState) == state
+
+
+def test_lengths_of_what_came_in_are_those_since_the_last_step(tmp_path):
+    done = Update(skipped=False, grad_norm=1.0, learning_rate=0.1, statistics=Counter())
+    desk = Desk(tmp_path)
+    for rollouts, tokens in ((3, 10), (1, 30), (0, 0)):
+        desk.chief.decide([Note(received_rollouts=rollouts, received_tokens=tokens)], 0)
+    desk.chief.report(1, done, [], 2.0)
+    desk.chief.report(2, done, [], 2.0)
+    assert desk.log.rows[0][1]["rollout/len_received"] == 10.0
+    assert "rollout/len_received" not in desk.log.rows[1][1]
+
+
+def draw_facts(ages, *, off_branch=0, truncated=0, tokens=0, first_time=0, completion_tokens=0) -> DrawFacts:
     return DrawFacts(
         ages=Counter(ages),
         off_branch=off_branch,
+        first_time=first_time,
+        completion_tokens=completion_tokens,
         truncated=truncated,
         empty=0,
         with_replacement=0,

@@ -9,7 +9,8 @@ import pytest
 import zmq
 
 from tba_megatron.errors import TransportError
-from tba_megatron.transport.control import ControlClient, ControlServer
+from tba_megatron.transport.control import ControlServer
+from tba_megatron.transport.control_client import ControlClient
 from tba_megatron.transport.messages import (
     Applied,
     Beat,
@@ -19,7 +20,6 @@ from tba_megatron.transport.messages import (
     Heartbeat,
     Hello,
     Lease,
-    Posted,
     ReceiveFailed,
     Refused,
     SampleRollout,
@@ -134,7 +134,7 @@ def test_a_searcher_with_another_token_is_refused_and_counted(caplog):
         for token in ("of-another-run", "", "é"):
             stranger = Peer(server, "stranger")
             answer = stranger.hello(token)
-            stranger.client.send(Posted(version="0.1"))
+            stranger.client.send(Applied(version="0.1", pause_s=0.1))
             stranger.client.close()
             assert answer == Refused(reason="the token is not this run's")
         wait_for(lambda: server.refused == 6)
@@ -174,8 +174,6 @@ def test_a_member_is_known_by_what_it_said():
         assert server.times() == (1.0, 2.0)
         assert member.state(server.newest()) is State.JOINING
         server.set_epoch(("a", "unknown"), 3)
-        a.client.send(Posted(version="0.1"))
-        assert server.wait_until(lambda members: members[0].posted == V1, 10)
         server.published(V1)
         assert server.members()[0].state(server.newest()) is State.BEHIND
         a.client.send(Applied(version="0.1", pause_s=0.1))

@@ -93,3 +93,42 @@ def test_without_an_offer_nothing_is_received(model):
     made = engine(model)
     assert (made.workers, made.version, made.poll_receive().state) == (1, V0, ReceiveState.NONE)
     made.close()
+
+
+def receive(made: FakeEngine, version: PolicyVersion) -> None:
+    """Apply ``version`` as if it lay in staging."""
+    made._receiver.take = lambda: None  # type: ignore[assignment]
+    made._receiving = version
+    made.apply()
+
+
+def test_a_score_is_a_function_of_the_version_and_the_ids_and_leaves_requests_alone(model):
+    made = engine(model, correct_fraction=1.0)
+    made.submit("r", prompt(3, 4), sampling())
+    texts = [prompt(3, 4, 5), prompt(3, 4, 5), prompt(4, 4, 5), prompt(3)]
+    first, again, other, none = made.score(texts)
+    assert first.dtype == np.float32 and first.shape == (2,) and none.shape == (0,)
+    assert (first < 0).all() and np.isfinite(first).all()
+    assert (first == again).all() and (first != other).all()
+    assert (first[:1] == made.score([prompt(3, 4)])[0]).all()
+    receive(made, PolicyVersion(0, 1))
+    assert (made.score(texts)[0] != first).all()
+    assert [name for name, _ in made.step()] == ["r"]
+
+
+def test_a_draining_engine_takes_new_weights_only_when_it_is_empty(model):
+    made = FakeEngine(model, FakeEngineConfig(), version=V0, seed=0, in_flight="drain")
+    made.submit("r", prompt(3), sampling())
+    with pytest.raises(EngineError, match=r"0\.1 cannot be applied while requests are in"):
+        receive(made, PolicyVersion(0, 1))
+    assert made.version == V0
+    made.step()
+    receive(made, PolicyVersion(0, 1))
+    assert made.version == PolicyVersion(0, 1)
+
+
+def test_time_in_apply_is_told_and_nothing_is_computed_again(model):
+    made = engine(model)
+    assert (made.paused_s, made.recompute_s) == (0.0, 0.0)
+    receive(made, PolicyVersion(0, 1))
+    assert made.paused_s > 0.0 and made.recompute_s == 0.0

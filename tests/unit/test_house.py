@@ -12,7 +12,7 @@ FILES = sorted(path for folder in ("tba_megatron", "megatron_patches") for path 
 
 # A room may import the rooms of lower floors and itself, never its neighbours.
 FLOORS = [
-    {"types", "errors"},
+    {"types", "errors", "ragged"},
     {"rollout_batch", "config_sections"},
     {"config"},
     {"config_load"},
@@ -58,7 +58,8 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 BOUNDARIES = frozenset(
     {
         # A thread's fault, which the main thread raises again.
-        "tba_megatron.trainer.publish:_run",
+        "tba_megatron.trainer.sender:_run",
+        "tba_megatron.trainer.coordinator:_run",
         # The tokenizers library raises bare Exceptions about the files it reads; each becomes a ModelError.
         "tba_megatron.models.tokenizer:_from_file",
     }

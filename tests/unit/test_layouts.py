@@ -27,6 +27,25 @@ def check_round_trip(layout: Layout, tensors, size: int) -> None:
     assert len(back) == len(tensors)
     for before, after in zip(tensors, back, strict=True):
         assert torch.equal(before, after)
+    check_placement(layout, shards, back)
+
+
+def check_placement(layout: Layout, shards, expected) -> None:
+    """``placement`` gives what ``from_ranks`` gives, by views alone, and writes every element once."""
+    size = len(shards)
+    targets = [torch.full(tensor.shape, torch.nan) for tensor in expected]
+    memory = {tensor.untyped_storage().data_ptr() for tensor in targets}
+    sources = {shard.untyped_storage().data_ptr() for shard in shards}
+    written = 0
+    for rank, shard in enumerate(shards):
+        for target, source in layout.placement(shard, targets, rank, size):
+            assert target.shape == source.shape
+            assert target.untyped_storage().data_ptr() in memory and source.untyped_storage().data_ptr() in sources
+            written += target.numel()
+            target.copy_(source)
+    assert written == sum(tensor.numel() for tensor in expected)
+    for found, tensor in zip(targets, expected, strict=True):
+        assert torch.equal(found, tensor)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -11,13 +11,18 @@ from tba_megatron.transport.manifest import (
     Bucket,
     Entry,
     Manifest,
+    allocate,
     build_buckets,
     check_layout,
     checksum,
     decode_manifest,
+    describe,
     encode_manifest,
+    layout_of,
     merge_manifests,
+    plan_layout,
     unpack,
+    verify,
 )
 from tba_megatron.types import PolicyVersion
 
@@ -42,7 +47,7 @@ def test_what_was_packed_is_unpacked(tensors, bucket_bytes):
     manifest, buckets = build_buckets(V3, named, bucket_bytes, owner=1)
     check_layout(manifest)
     received = [bucket.clone() for bucket in buckets]
-    unpacked = unpack(decode_manifest(encode_manifest(manifest)), received)
+    unpacked = unpack(decode_manifest(encode_manifest(manifest)).entries, received)
     for (name, sent), (got_name, got) in zip(named, unpacked, strict=True):
         assert got_name == name
         assert got.dtype == sent.dtype and torch.equal(got, sent)
@@ -85,7 +90,7 @@ def test_a_layout_by_hand():
 def test_tensors_that_are_not_contiguous_are_packed_in_order():
     source = tensor((4, 6)).T
     manifest, buckets = build_buckets(V3, [("a", source)], 1000, owner=0)
-    ((_, got),) = unpack(manifest, buckets)
+    ((_, got),) = unpack(manifest.entries, buckets)
     assert torch.equal(got, source)
 
 
@@ -96,14 +101,82 @@ def test_buckets_are_copies_of_the_policy():
     assert checksum(buckets[0]) == manifest.buckets[0].checksum
 
 
+def test_a_layout_is_known_from_shapes_alone_and_its_buckets_are_used_again():
+    tensors = [("a", tensor((3, 3))), ("b", tensor((7,), torch.bfloat16)), ("c", tensor(())), ("d", tensor((0, 2)))]
+    layout = plan_layout([(name, t.dtype, tuple(t.shape)) for name, t in tensors], 40)
+    buckets = allocate(layout, torch.device("cpu"))
+    for shift in (0, 1):
+        shifted = [(name, t + shift) for name, t in tensors]
+        for (_, place), (_, t) in zip(unpack(layout.entries, buckets), shifted, strict=True):
+            place.copy_(t)
+        assert describe(V3, layout, buckets, owner=2) == build_buckets(V3, shifted, 40, owner=2)[0]
+    assert layout_of(describe(V3, layout, buckets, owner=2)) == layout
+
+
+PIECES = (3 << 20) + 40  # bytes of a tensor that is read in several pieces, the last of them a short one
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_both_sides_wherever_they_are(dtype, bad):
+    n_elements = PIECES // dtype.itemsize
+    for place in (0, n_elements // 2, n_elements - 1):
+        weights = torch.zeros(n_elements)
+        weights[place] = bad
+        named = [("small", tensor((3,))), ("w", weights.to(dtype)), ("ids", tensor((9,), torch.int8))]
+        layout = plan_layout([(name, t.dtype, tuple(t.shape)) for name, t in named], 4 * PIECES)
+        buckets = allocate(layout, torch.device("cpu"))
+        for (_, target), (_, t) in zip(unpack(layout.entries, buckets), named, strict=True):
+            target.copy_(t)
+        with pytest.raises(WeightTransferError, match=r"^version 0\.3: w is not finite$"):
+            describe(V3, layout, buckets, owner=0)
+        described = Bucket(nbytes=len(buckets[0]), owner=0, checksum=checksum(buckets[0]))
+        manifest = Manifest(version="0.3", entries=layout.entries, buckets=(described,))
+        with pytest.raises(WeightTransferError, match=r"^version 0\.3: bucket 0 of 1 from rank 0: w is not finite$"):
+            verify(manifest, 0, buckets[0], "rank 0")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_finite_weights_whose_sum_is_not_are_let_through(dtype):
+    large = torch.full((PIECES // dtype.itemsize,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+    manifest, (bucket,) = build_buckets(V3, [("w", large)], 4 * PIECES, owner=0)
+    verify(manifest, 0, bucket, "rank 0")
+
+
+def test_bytes_that_are_no_floating_numbers_are_not_taken_for_some():
+    ones = torch.full((64,), -1, dtype=torch.int32)  # as float32 these bytes are not a number
+    manifest, (bucket,) = build_buckets(V3, [("a", tensor((3,))), ("ids", ones), ("b", tensor((4,)))], 999, owner=0)
+    verify(manifest, 0, bucket, "rank 0")
+
+
+def test_the_first_tensors_that_are_not_finite_are_named():
+    named = [(f"w{i}", torch.full((4,), float("nan") if i > 1 else 1.0)) for i in range(9)]
+    with pytest.raises(
+        WeightTransferError, match=r"^version 0\.3: w2, w3, w4, w5 are not finite \(7 tensors in all\)$"
+    ):
+        build_buckets(V3, named, 40, owner=0)
+
+
+def test_a_checksum_in_pieces_is_that_of_the_whole_and_covers_what_lies_between_tensors():
+    named = [("a", tensor((PIECES // 4,))), ("b", tensor((3,), torch.int8)), ("c", tensor((5,)))]
+    manifest, (bucket,) = build_buckets(V3, named, 4 * PIECES, owner=0)
+    assert manifest.buckets[0].checksum == checksum(bucket)
+    verify(manifest, 0, bucket, "rank 0")
+    for place in (0, 1 << 20, PIECES - 1, PIECES + 4, len(bucket) - 1):
+        bucket[place] ^= 1
+        with pytest.raises(WeightTransferError, match=r"bucket 0 of 1 from rank 7 has another checksum than its manif"):
+            verify(manifest, 0, bucket, "rank 7")
+        bucket[place] ^= 1
+
+
 def test_stages_follow_one_another():
     first, one = build_buckets(V3, [("a", tensor((3,))), ("b", tensor((4,)))], 8, owner=0)
     second, two = build_buckets(V3, [("c", tensor((5,)))], 8, owner=1)
     merged = merge_manifests([first, second])
     check_layout(merged)
     assert [bucket.owner for bucket in merged.buckets] == [0, 0, 1]
-    assert [name for name, _ in unpack(merged, [*one, *two])] == ["a", "b", "c"]
-    assert torch.equal(unpack(merged, [*one, *two])[2][1], tensor((5,)))
+    assert [name for name, _ in unpack(merged.entries, [*one, *two])] == ["a", "b", "c"]
+    assert torch.equal(unpack(merged.entries, [*one, *two])[2][1], tensor((5,)))
 
 
 def test_a_tensor_that_two_stages_send_is_refused():
@@ -128,6 +201,19 @@ def test_a_checksum_tells_every_flipped_bit():
         assert checksum(bucket) != right
         bucket[bit // 8] ^= 1 << bit % 8
     assert checksum(bucket) == right
+
+
+def test_entries_out_of_order_are_refused():
+    entries = build_buckets(V3, [("a", tensor((2,))), ("b", tensor((2,))), ("c", tensor((2,)))], 16, owner=0)[0].entries
+    buckets = (Bucket(nbytes=16, owner=0, checksum=0),) * 2
+    check_layout(Manifest(version="0.3", entries=entries, buckets=buckets))
+    for order in ((1, 0, 2), (2, 0, 1), (0, 2, 1)):
+        shuffled = tuple(entries[i] for i in order)
+        with pytest.raises(WeightTransferError, match="is damaged"):
+            check_layout(Manifest(version="0.3", entries=shuffled, buckets=buckets))
+    same_place = (entries[0], entries[0])
+    with pytest.raises(WeightTransferError, match="is damaged"):
+        check_layout(Manifest(version="0.3", entries=same_place, buckets=buckets))
 
 
 GOOD = Entry(name="w", dtype="float32", shape=(2,), bucket=0, offset=8, nbytes=8)

@@ -24,6 +24,7 @@ DOCUMENTS = [
         "docs/parallelism.md",
         "docs/kernels.md",
         "docs/buffer.md",
+        "docs/weights.md",
     )
 ]
 TOP = ("tba_megatron", "megatron_patches", "configs", "scripts", "tests", "benchmarks", "requirements", "docs")

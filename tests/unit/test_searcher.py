@@ -22,7 +22,8 @@ from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.fake_engine import FakeEngine
 from tba_megatron.search.searcher import TRAINER_GONE, Searcher, new_name
 from tba_megatron.tasks.registry import make_task
-from tba_megatron.transport.control import ControlClient, ControlServer
+from tba_megatron.transport.control import ControlServer
+from tba_megatron.transport.control_client import ControlClient
 from tba_megatron.transport.memory import MemoryControl, MemoryRollouts
 from tba_megatron.transport.messages import (
     Beat,
