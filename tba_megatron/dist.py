@@ -163,6 +163,16 @@ def prepare_searcher_environment(threads: int, environment: MutableMapping[str, 
         del target[name]
 
 
+def prepare_weight_groups(environment: MutableMapping[str, str] | None = None) -> None:
+    """Variables that must be set before a group for weights is formed, and after all other groups of this process.
+
+    torch reads it when a group is made: one that waits itself has no watchdog thread, which would end this process when
+    a searcher is lost.
+    """
+    target = os.environ if environment is None else environment
+    target["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+
+
 def run_environment() -> Mapping[str, str]:
     """The environment of this process, for the roles that start others."""
     return dict(os.environ)

@@ -92,7 +92,8 @@ def _pack(layer: torch.nn.Module, weight: Tensor | None) -> None:
 def plan_reload(model: torch.nn.Module, expected: Mapping[str, Tensor]) -> ReloadPlan:
     """``expected``: what will arrive, by name, as contiguous tensors on the meta device. Raises ``Unplannable``.
 
-    The model has been loaded, and is as before when this returns.
+    The model has been loaded, and never by a layerwise reload, which leaves loaders behind that wait for whole layers;
+    such a one is refused. It is as before when this returns.
     """
     for layer in model.modules():
         if is_deferred_attention_layer(layer) and type(layer) is not Attention:

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from tba_megatron.dist import die_with_parent, run_environment
+from tba_megatron.dist import die_with_parent, prepare_weight_groups, run_environment
 from tba_megatron.models.hf_folder import list_tensors
 from tba_megatron.search.receiver import Receiver
 from tba_megatron.search.vllm_reload import ReloadPlan, Unplannable, plan_reload
@@ -64,6 +64,7 @@ class TbaWeightTransferEngine(WeightTransferEngine[TbaInitInfo, TbaUpdateInfo]):
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             die_with_parent()
+        prepare_weight_groups()  # the engine's own groups are there
         tied = vllm_config.model_config.hf_config.tie_word_embeddings
         dtype: torch.dtype = vllm_config.model_config.dtype
         shapes = _shapes(Path(vllm_config.model_config.model), tied=tied)

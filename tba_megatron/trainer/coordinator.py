@@ -23,7 +23,14 @@ from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.manifest import Manifest, encode_manifest, merge_manifests
 from tba_megatron.transport.messages import Offer
 from tba_megatron.transport.round import Round, connect
-from tba_megatron.transport.weight_files import finish_version, partial_of, remove_old, version_folder, write_marker
+from tba_megatron.transport.weight_files import (
+    finish_version,
+    partial_of,
+    remove_old,
+    remove_partials,
+    version_folder,
+    write_marker,
+)
 from tba_megatron.types import CohortPlan, PolicyVersion, PublishPlan
 
 _log = logging.getLogger(__name__)
@@ -70,6 +77,7 @@ class Coordinator:
         self._threads: list[threading.Thread] = []
         self._deliveries: deque[Delivery] = deque()
         self._faults: deque[BaseException] = deque()
+        self._stores: dict[int, TCPStore] = {}  # by replica; kept: a dial can wait some seconds for a name server
         self._said: deque[tuple[int, CohortPlan]] = deque()  # rounds of which the store still holds what was said
 
     @property
@@ -112,7 +120,9 @@ class Coordinator:
         said: Sequence[tuple[int, CohortPlan]],
     ) -> None:
         try:
-            store = connect(plan.host, plan.port, self._config.timeout_s)
+            replica = cohorts[0].replica
+            store = self._stores.get(replica) or connect(plan.host, plan.port, self._config.timeout_s)
+            self._stores[replica] = store
             # Whoever was in an earlier round is done, or this one would not have been planned.
             for number, cohort in said:
                 Round(store, number, cohort.epoch, self._config.timeout_s).forget(self._n_stages, self._ranks(cohort))
@@ -179,19 +189,9 @@ class Coordinator:
 
     def _deliver_files(self, round_: Round, cohort: CohortPlan, manifest: Manifest, version: PolicyVersion) -> None:
         files = self._files
-        folder, partial = version_folder(files.weights, version), partial_of(files.weights, version)
+        folder = version_folder(files.weights, version)
         if not folder.exists():
-            try:
-                begin_folder(partial, files.template, files.dtype)
-                round_.open()
-                errors = self._outcomes(round_, self._config.timeout_s * (1 + len(manifest.buckets)))
-                if errors:
-                    raise WeightTransferError("; ".join(errors))
-                finish_version(partial, folder, manifest, self._n_stages)
-                write_marker(files.weights, version)
-                remove_old(files.weights, _KEPT_VERSIONS)
-            except OSError as error:
-                raise WeightTransferError(f"cannot write {folder}: {error}") from None
+            self._write_version(round_, manifest, version)
         else:
             round_.call_off()
         self._control.published(version)
@@ -207,6 +207,25 @@ class Coordinator:
                     folder=str(folder.resolve()),
                 ),
             )
+
+    def _write_version(self, round_: Round, manifest: Manifest, version: PolicyVersion) -> None:
+        """All stages write their files; the folder appears whole, and then the marker names it."""
+        files = self._files
+        folder, partial = version_folder(files.weights, version), partial_of(files.weights, version)
+        try:
+            begin_folder(partial, files.template, files.dtype)
+            round_.open()
+            errors = self._outcomes(round_, self._config.timeout_s * (1 + len(manifest.buckets)))
+            if errors:
+                raise WeightTransferError("; ".join(errors))
+            finish_version(partial, folder, manifest, self._n_stages)
+            write_marker(files.weights, version)
+        except OSError as error:
+            raise WeightTransferError(f"{partial} cannot be begun: {error}") from None
+        finally:
+            # It may hold the space that the disk lacks.
+            remove_partials(files.weights)
+            remove_old(files.weights, _KEPT_VERSIONS)
 
     def _offer(self, plan: PublishPlan, cohort: CohortPlan, manifest: Manifest) -> None:
         encoded, rank = encode_manifest(manifest), self._n_stages

@@ -12,7 +12,7 @@ from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.buffer.stored_shard import REPLAY, StoredShard, generations
 from tba_megatron.config import Config
 from tba_megatron.config_sections import SearcherData, SegmentsConfig, VllmEngineConfig
-from tba_megatron.dist import Groups
+from tba_megatron.dist import Groups, prepare_weight_groups
 from tba_megatron.loss.registry import make_loss
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.all_or_none import AllOrNone
@@ -51,6 +51,7 @@ def train(config: Config, groups: Groups) -> int:
         write_marker(weights, start)
         remove_old(weights, keep=1)
         remove_partials(weights)
+    prepare_weight_groups()
     with ExitStack() as stack:
         token = from_rank_0(secrets.token_hex(16) if groups.rank == 0 else None, groups)
         receiver = _open_receiver(config, token, shard, stack) if shard is not None else None

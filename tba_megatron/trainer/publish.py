@@ -52,7 +52,11 @@ class Publisher:
             bucket_bytes=config.bucket_bytes,
         )
         place = SenderPlace(
-            stage=groups.pp_rank, n_stages=groups.pp_size, backend=groups.backend, weights=files.weights
+            stage=groups.pp_rank,
+            n_stages=groups.pp_size,
+            backend=groups.backend,
+            device=groups.device,
+            weights=files.weights,
         )
         self._sender = Sender(config, place) if groups.tp_rank == 0 else None
         self.last_snapshot_s = 0.0

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch._C._distributed_c10d import TCPStore
+
 from tba_megatron.config_sections import WeightsConfig
 from tba_megatron.errors import WeightTransferError
 from tba_megatron.trainer.snapshot import Snapshot
@@ -32,6 +35,7 @@ class SenderPlace:
     stage: int
     n_stages: int
     backend: str
+    device: torch.device
     weights: Path  # where versions are written as files
 
 
@@ -61,6 +65,7 @@ class Sender:
         self._config, self._place = config, place
         self._thread: threading.Thread | None = None
         self._groups: dict[int, Group] = {}  # by epoch
+        self._store: TCPStore | None = None  # kept: a dial can wait some seconds for a name server
         self._fault: BaseException | None = None
 
     @property
@@ -89,8 +94,11 @@ class Sender:
 
     def _run(self, snapshot: Snapshot, plan: PublishPlan, cohorts: Sequence[CohortPlan]) -> None:
         try:
+            if self._place.device.type == "cuda":
+                torch.cuda.set_device(self._place.device)  # it is each thread's own
             self._send(snapshot, plan, cohorts)
         except WeightTransferError as error:
+            self._store = None
             _log.warning("version %s: stage %d sends no more: %s", snapshot.version, self._place.stage, error)
         except BaseException as error:
             self._fault = error  # the main thread raises it: a fault here must not end in silence
@@ -100,7 +108,7 @@ class Sender:
         stage, timeout_s = self._place.stage, self._config.timeout_s
         for epoch in set(self._groups).difference(plan.epochs):
             self._leave(epoch)
-        store = connect(plan.host, plan.port, timeout_s)
+        store = self._store = self._store or connect(plan.host, plan.port, timeout_s)
         # Rank 0 waits for the last stage's part for as long as this: a stage that is ready sooner waits longer.
         rounds = [Round(store, plan.round, cohort.epoch, 2 * timeout_s) for cohort in cohorts]
         try:

@@ -27,7 +27,7 @@ from tba_megatron.transport.weights import Group, join_group, send_version
 from tba_megatron.types import PolicyVersion
 
 HOST = "127.0.0.1"
-DEADLINE_S = 4.0
+DEADLINE_S = 6.0  # of a round that fails; longer than a name server is waited for when a store is dialled
 LIMIT_S = 60.0  # only against a hang
 NAMES = "abcd"
 N_ELEMENTS = 2 << 20
@@ -48,7 +48,7 @@ class Place:
     """Where one sender and ``receivers`` receivers meet, round by round."""
 
     def __init__(self, receivers: int = 1) -> None:
-        self._store, self.port = host_store(HOST, DEADLINE_S)
+        self._store, self.port = host_store(HOST, LIMIT_S)
         self.world_size = 1 + receivers
 
     def offer(self, manifest: Manifest, epoch: int, rank: int = 1) -> Offer:
@@ -64,7 +64,7 @@ class Place:
             backend="gloo",
         )
 
-    def join(self, epoch: int) -> Group:
+    def join(self, epoch: int, timeout_s: float = LIMIT_S) -> Group:
         return join_group(
             host=HOST,
             port=self.port,
@@ -72,18 +72,18 @@ class Place:
             rank=0,
             world_size=self.world_size,
             backend="gloo",
-            timeout_s=DEADLINE_S,
+            timeout_s=timeout_s,
         )
 
-    def send(self, manifest: Manifest, buckets: list[Tensor], epoch: int) -> None:
-        group = self.join(epoch)
+    def send(self, manifest: Manifest, buckets: list[Tensor], epoch: int, timeout_s: float = LIMIT_S) -> None:
+        group = self.join(epoch, timeout_s)
         try:
             send_version(group, manifest, buckets)
         finally:
             group.close()
 
     def round(self, epoch: int) -> Round:
-        return Round(connect(HOST, self.port, DEADLINE_S), epoch, epoch, DEADLINE_S)
+        return Round(connect(HOST, self.port, LIMIT_S), epoch, epoch, LIMIT_S)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -158,7 +158,7 @@ def test_a_sender_that_is_killed_in_mid_bucket_is_named_and_the_next_group_bring
         status = end_of(receiver)
     assert status.state is ReceiveState.FAILED
     assert re.match(r"version 0\.1: bucket [123] of 4 from rank 0 did not arrive: ", status.reason)
-    receiver.begin(place.offer(manifest, 1), 0, DEADLINE_S)
+    receiver.begin(place.offer(manifest, 1), 0, LIMIT_S)
     place.send(manifest, buckets, 1)
     assert has(receiver, V1)
 
@@ -206,7 +206,7 @@ def test_a_receiver_that_is_stopped_costs_the_others_one_deadline_and_is_seen_be
 
     with forked(receive_twice) as stopped:
         receiver.begin(place.offer(versions[0][0], 0), 0, DEADLINE_S)
-        group, round_ = place.join(0), place.round(0)
+        group, round_ = place.join(0, DEADLINE_S), place.round(0)
         until(lambda: round_.has_posted(1) and round_.has_posted(2))
         os.kill(stopped, signal.SIGSTOP)
         with pytest.raises(WeightTransferError, match=r"version 0\.1: bucket \d of 4 did not leave rank 0"):
@@ -217,7 +217,7 @@ def test_a_receiver_that_is_stopped_costs_the_others_one_deadline_and_is_seen_be
         assert round_.reached(2) < 4
         os.kill(stopped, signal.SIGCONT)
         receiver.begin(place.offer(versions[1][0], 1), 0, LIMIT_S)
-        group = join_group(host=HOST, port=place.port, epoch=1, rank=0, world_size=3, backend="gloo", timeout_s=LIMIT_S)
+        group = place.join(1)
         send_version(group, *versions[1])
         assert has(receiver, V2)
         group.close()
@@ -235,12 +235,12 @@ def test_a_receiver_that_dies_costs_the_others_this_version_alone(receiver):
 
     with forked(die_in_the_middle), ThreadPoolExecutor() as pool:
         receiver.begin(place.offer(manifest, 0), 0, DEADLINE_S)
-        sent = pool.submit(place.send, manifest, buckets, 0)
+        sent = pool.submit(place.send, manifest, buckets, 0, DEADLINE_S)
         error = sent.exception(LIMIT_S)
         assert isinstance(error, WeightTransferError) and "did not leave rank 0" in str(error)
         end_of(receiver)
     alone = Place()
-    receiver.begin(alone.offer(manifest, 1), 0, DEADLINE_S)
+    receiver.begin(alone.offer(manifest, 1), 0, LIMIT_S)
     alone.send(manifest, buckets, 1)
     assert has(receiver, V1)
 
@@ -248,23 +248,23 @@ def test_a_receiver_that_dies_costs_the_others_this_version_alone(receiver):
 def test_a_byte_that_flips_on_the_way_is_refused_and_what_is_staged_next_is_right(receiver):
     place, (manifest, buckets) = Place(), cut(V1)
     buckets[2][BUCKET // 2] ^= 0x10
-    receiver.begin(place.offer(manifest, 0), 0, DEADLINE_S)
+    receiver.begin(place.offer(manifest, 0), 0, LIMIT_S)
     place.send(manifest, buckets, 0)
     status = end_of(receiver)
     assert status.state is ReceiveState.FAILED
     assert status.reason == "version 0.1: bucket 2 of 4 from rank 0 has another checksum than its manifest"
-    receiver.begin(place.offer(cut(V2)[0], 1), 0, DEADLINE_S)
+    receiver.begin(place.offer(cut(V2)[0], 1), 0, LIMIT_S)
     place.send(*cut(V2), 1)
     assert has(receiver, V2)
 
 
 def test_a_version_that_comes_twice_is_staged_twice(receiver):
     place, (manifest, buckets) = Place(), cut(V1)
-    receiver.begin(place.offer(manifest, 0), 0, DEADLINE_S)
+    receiver.begin(place.offer(manifest, 0), 0, LIMIT_S)
     group = place.join(0)
     send_version(group, manifest, buckets)
     assert has(receiver, V1)
-    receiver.begin(place.offer(manifest, 0), 0, DEADLINE_S)
+    receiver.begin(place.offer(manifest, 0), 0, LIMIT_S)
     send_version(group, manifest, buckets)
     assert has(receiver, V1)
     group.close()
@@ -272,12 +272,12 @@ def test_a_version_that_comes_twice_is_staged_twice(receiver):
 
 def test_a_new_offer_replaces_one_that_is_being_received(receiver):
     place, (first, buckets) = Place(), cut(V1)
-    receiver.begin(place.offer(first, 0), 0, 1.0)
+    receiver.begin(place.offer(first, 0), 0, DEADLINE_S)
     stalled = place.join(0)
     stalled.broadcast(buckets[0], 0)
     with ThreadPoolExecutor() as pool:
         sent = pool.submit(place.send, *cut(V2), 1)
-        receiver.begin(place.offer(cut(V2)[0], 1), 0, DEADLINE_S)
+        receiver.begin(place.offer(cut(V2)[0], 1), 0, LIMIT_S)
         sent.result(LIMIT_S)
     assert has(receiver, V2)
     stalled.close()
@@ -285,11 +285,11 @@ def test_a_new_offer_replaces_one_that_is_being_received(receiver):
 
 def test_a_new_offer_replaces_a_version_that_was_not_taken(receiver):
     place, (first, _) = Place(), cut(V1)
-    receiver.begin(place.offer(first, 0), 0, DEADLINE_S)
+    receiver.begin(place.offer(first, 0), 0, LIMIT_S)
     group = place.join(0)
     send_version(group, *cut(V1))
     assert end_of(receiver).state is ReceiveState.STAGED
-    receiver.begin(place.offer(cut(V2)[0], 0), 0, DEADLINE_S)
+    receiver.begin(place.offer(cut(V2)[0], 0), 0, LIMIT_S)
     send_version(group, *cut(V2))
     assert has(receiver, V2)
     group.close()

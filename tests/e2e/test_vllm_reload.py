@@ -38,7 +38,9 @@ def engines(tmp_path_factory) -> Iterator[EngineChild]:
     folder = tmp_path_factory.mktemp("families")
     for name, (kind, tied) in FAMILIES.items():
         family_model(kind, tied=tied, seed=0).save_pretrained(folder / name)
-    child = EngineChild({name: EngineSpec(folder=folder / name) for name in FAMILIES})
+    specs = {name: EngineSpec(folder=folder / name) for name in FAMILIES}
+    # A layerwise reload leaves loaders behind that wait for whole layers: a plan is made before the first.
+    child = EngineChild({**specs, "never reloaded by layers": specs["qwen2_tied"]})
     yield child
     child.close()
 
@@ -104,9 +106,9 @@ def refusal(engine, arriving: list[tuple[str, tuple[int, ...]]]) -> tuple[str, l
 )
 def test_a_plan_that_would_not_fill_the_model_is_refused_and_leaves_it_as_it_was(engines, change, complaint):
     policy = family_model("qwen2", tied=True, seed=0)
-    engines.call("qwen2_tied", load, VERSION, named_tensors(policy))
+    engines.call("never reloaded by layers", load, VERSION, named_tensors(policy))
     shapes = [(name, tuple(tensor.shape)) for name, tensor in named_tensors(policy)]
-    reason, scores = engines.call("qwen2_tied", refusal, change(shapes))
+    reason, scores = engines.call("never reloaded by layers", refusal, change(shapes))
     assert complaint in reason
     for text, logprobs in zip(TEXTS, scores, strict=True):
         np.testing.assert_allclose(logprobs, hf_logprobs(policy, text), atol=TOLERANCE)

@@ -52,11 +52,11 @@ def test_members_that_map_memory_differently_are_named_with_both_values():
 
 
 def test_every_member_hears_the_same_about_the_others():
-    _store, port = host_store(HOST, TIMEOUT_S)
+    _store, port = host_store(HOST, START_S)
 
     def member(rank: int) -> str:
         with pytest.raises(WeightTransferError) as caught:
-            exchange(connect(HOST, port, TIMEOUT_S), rank, 3, facts("GPU a" if rank != 1 else "GPU b"), TIMEOUT_S)
+            exchange(connect(HOST, port, START_S), rank, 3, facts("GPU a" if rank != 1 else "GPU b"), START_S)
         return str(caught.value)
 
     with ThreadPoolExecutor(3) as pool:
