@@ -19,7 +19,6 @@ from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.engine import SearchEngine
 from tba_megatron.tasks.registry import make_task
 from tba_megatron.transport.rendezvous import Rendezvous, read_rendezvous
-from tba_megatron.transport.weight_files import newest
 from tba_megatron.types import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -28,14 +27,16 @@ _log = logging.getLogger(__name__)
 def run(config: Config, args: argparse.Namespace) -> int:
     start_logging()
     keep_freed_memory()
+    engine = config.search.engine
+    if isinstance(engine, VllmEngineConfig):
+        prepare_searcher_environment(engine.threads)  # before anything imports torch, which reads it once
     from tba_megatron.search.searcher import Searcher, new_name
     from tba_megatron.transport.control_client import ControlClient
     from tba_megatron.transport.rollout_sender import RolloutSender
 
     host = socket.gethostname()
     name = new_name(host)
-    if isinstance(config.search.engine, VllmEngineConfig):
-        prepare_searcher_environment(config.search.engine.threads)
+    if isinstance(engine, VllmEngineConfig):
         import tba_megatron.search.vllm_engine  # noqa: F401  some seconds, while the trainer starts
 
     rendezvous = _wait_for_trainer(config)
@@ -44,11 +45,11 @@ def run(config: Config, args: argparse.Namespace) -> int:
     task = make_task(config.task, tokenizer, config.run.seed, config.model.max_length)
     if task.dropped_prompts:
         _log.warning("%d prompts are longer than model.max_length and are left out", task.dropped_prompts)
-    engine = make_engine(config, weights, version, seed=zlib.crc32(name.encode()))
-    _log.info("searcher %s starts with version %s", name, engine.version)
+    search_engine = make_engine(config, weights, version, seed=zlib.crc32(name.encode()))
+    _log.info("searcher %s starts with version %s", name, search_engine.version)
     searcher = Searcher(
         config=config,
-        engine=engine,
+        engine=search_engine,
         task=task,
         tokenizer=tokenizer,
         control=ControlClient(rendezvous.address, name),
@@ -96,6 +97,8 @@ def _wait_for_trainer(config: Config) -> Rendezvous:
 
 
 def _newest_weights(rendezvous: Rendezvous) -> tuple[PolicyVersion, Path]:
+    from tba_megatron.transport.weight_files import newest
+
     found = newest(Path(rendezvous.weights))
     if found is None:
         raise TransportError(f"{rendezvous.weights} names no version to start from; is it on a disk that all share?")

@@ -97,6 +97,8 @@ class Searcher:
             max_new_tokens=config.search.max_new_tokens,
             eos_ids=tokenizer.eos_ids,
         )
+        # A few wait outside the engine: who asks when one has finished generates a step or two without it.
+        self._most_prompts = config.search.prompts_in_engine + max(1, config.search.prompts_in_engine // 4)
         self._queue: deque[Visit] = deque()  # leased, not yet in the engine
         self._visits: dict[str, Visit] = {}  # in the engine, by request id
         self._evaluations: deque[PolicyVersion] = deque()
@@ -216,8 +218,7 @@ class Searcher:
 
     def _beat(self) -> None:
         now_s = time.monotonic()
-        wanted = self._config.search.prompts_in_engine - self._engine.n_unfinished - len(self._queue)
-        wanted = max(0, wanted)
+        wanted = max(0, self._most_prompts - self._engine.n_unfinished - len(self._queue))
         due = now_s - self._beat_s >= self._config.transport.heartbeat_s
         self._tell_sample(now_s)
         asked = self._received_prompts + wanted
@@ -266,7 +267,9 @@ class Searcher:
         self._engine.apply()
         self._control.send(Applied(version=offer.version, pause_s=self._engine.paused_s - paused_s))
         if offer.probe:
+            started_s, recompute_s = time.monotonic(), self._engine.recompute_s
             (logprobs,) = self._engine.score([np.array(offer.probe, np.int32)])
+            self._worked(started_s, recompute_s)  # its steps serve everything in flight
             self._control.send(Probed(version=offer.version, logprobs_nats=tuple(logprobs.tolist())))
 
     # ---- evaluation
@@ -326,7 +329,11 @@ class Searcher:
                 sender.send(self._score(visit, finished))
             else:
                 self._queue.append(visit)  # its lease is open until a group arrives
-        self._busy_s += time.monotonic() - started_s - (self._engine.recompute_s - recompute_s)
+        self._worked(started_s, recompute_s)
+
+    def _worked(self, since_s: float, recompute_s: float) -> None:
+        """The time since then was generating and scoring, but for what was computed again."""
+        self._busy_s += time.monotonic() - since_s - (self._engine.recompute_s - recompute_s)
 
     def _score(self, visit: Visit, completions: Sequence[Completion]) -> RolloutGroup:
         """Completions become rollouts; they count as generated before they are sent."""

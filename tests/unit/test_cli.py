@@ -38,6 +38,17 @@ def test_help_and_config_answer_without_heavy_imports(argv):
     assert heavy_modules(*argv) == "[]"
 
 
+COMMAND_MODULES = sorted(path.stem for path in (ROOT / "tba_megatron" / "cli").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("module", [*(f"cli.{name}" for name in COMMAND_MODULES), "search.searcher"])
+def test_a_command_imports_no_torch_before_it_has_set_how_many_threads_torch_may_use(module):
+    # libgomp reads OMP_NUM_THREADS when it is loaded: with more threads than cores, they spin for each other.
+    code = f"import sys, tba_megatron.{module}; print([m for m in {HEAVY[:4]} if m in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
 def test_config_prints_the_resolved_tree(capsys, tmp_path):
     assert cli.main(["config", QUICKSTART, "trainer.steps=7"]) == 0
     printed = tmp_path / "printed.yaml"
