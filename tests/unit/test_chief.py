@@ -154,8 +154,8 @@ class Desk:
 
     def __init__(self, tmp_path, *overrides: str, state: RunState | None = None) -> None:
         fixed = [f"run.folder={tmp_path}", "trainer.steps=4", f"trainer.prompts_per_step={ENOUGH}"]
-        buffer = ["buffer.fresh_prompts_per_step=0", "evaluation.problems=0"]
-        self.config = load_config(QUICKSTART, [*fixed, *buffer, *overrides])
+        others = ["weights.publish_every_steps=1", "evaluation.problems=0"]
+        self.config = load_config(QUICKSTART, [*fixed, *others, *overrides])
         self.control, self.publishing, self.log = Control(), PublishDesk(), Log()
         self.control.fleet = [member()]
         self.chief = Chief(
