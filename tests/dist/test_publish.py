@@ -197,14 +197,16 @@ def test_a_searcher_that_dies_does_not_keep_a_version_from_another_cohort(model,
     assert_equal_weights(received(tmp_path, "b")["0.2"], sent[1][1])
 
 
-@pytest.mark.parametrize(("sizes", "transport"), [({"pp": 2}, "broadcast"), ({}, "files")], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "transport"), [({"tp": 2}, "broadcast"), ({"pp": 2}, "broadcast"), ({}, "files")], ids=str
+)
 def test_a_policy_that_is_not_finite_is_never_published_and_the_next_one_is(sizes, transport, model, tmp_path, caplog):
     def body(groups):
         desk = Desk(groups, sizes, model, tmp_path, 1, transport=transport)
-        parameter = next(iter(desk.rank.policy.chunks[0].parameters()))
+        parameter = desk.rank.policy.chunks[0].decoder.layers[-1].mlp.linear_fc2.weight
         kept = parameter.detach().clone()
-        if groups.is_last_stage:
-            parameter.data.view(-1)[0] = float("nan")
+        if groups.rank == groups.info.world_size - 1:  # the damage of one rank has to stop all
+            parameter.data[-1, -1] = float("nan")
         first = desk.publish(PolicyVersion(0, 1)) is not None
         again = desk.publish(PolicyVersion(0, 1)) is not None
         parameter.data.copy_(kept)
