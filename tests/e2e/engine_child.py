@@ -76,7 +76,8 @@ def family_model(kind: str, *, tied: bool, seed: int):
         "gpt2": {"n_embd": 64, "n_head": 2, "n_positions": MAX_LENGTH},
         "gpt_neox": heads,
         "llama": {**heads, "num_key_value_heads": 1},
-        "qwen2": {**heads, "num_key_value_heads": 1},
+        # As many key-value heads as the largest tensor-parallel size, and fewer than query heads.
+        "qwen2": {**heads, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
         # Heads of a size of their own: two of them are wider than the hidden size.
         "qwen3": {**heads, "num_key_value_heads": 1, "head_dim": 64},
     }[kind]
