@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 CONFIG = "configs/quickstart.yaml"
-MODES = ("sync", "async")
+START, MODES = "start", ("sync", "async")
 WARM = 0.1  # of the steps, before which nothing counts
 MOST_WAITING = 0.05
 LEAST_FIRST_TIME = 0.5
@@ -29,14 +29,17 @@ Rows = Sequence[Mapping[str, float]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.asynchrony", description="Lock-step against async.")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.asynchrony", description="The quickstart's task in lock-step and asynchronously."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of both runs")
     parser.add_argument("--folder", type=Path, default=Path("runs/asynchrony"), help="one run folder a mode")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
-    shutil.rmtree(args.folder, ignore_errors=True)
+    for name in (START, *MODES):
+        shutil.rmtree(args.folder / name, ignore_errors=True)
     overrides = [f"run.seed={args.seed}", *args.overrides]
-    if _tba("sft", args.folder / "start", overrides):
+    if _tba("sft", args.folder / START, overrides):
         return 1
     found = {mode: run(mode, args.folder, overrides) for mode in MODES}
     print(json.dumps(report(args.seed, found), indent=2))
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(mode: str, folder: Path, overrides: Sequence[str]) -> dict[str, float | None]:
     """One launch from the shared warm start; its output goes to stderr, so that stdout holds the JSON alone."""
     own = folder / mode
-    shutil.copytree(folder / "start" / "sft", own / "sft")
+    shutil.copytree(folder / START / "sft", own / "sft")
     if _tba("launch", own, [*overrides, f"weights.mode={mode}"]):
         raise SystemExit(f"the {mode} run failed; see {own / 'logs'}")
     rows = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
@@ -82,6 +85,7 @@ def shares(steps: Rows, summary: Mapping) -> dict[str, float | None]:
         "age_p50": summary["age_steps_p50"],
         "age_max": summary["age_steps_max"],
         "snapshot_share": sum(row["time/weight_snapshot_s"] for row in warm) / (step_s + wait_s),
+        "probe_share": sum(row["time/weight_probe_s"] for row in warm) / (step_s + wait_s),
         "accuracy_before": accuracy[0],
         "accuracy_after": accuracy[1],
         "gain_per_s": None if gain is None else gain / loop_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import ranks  # noqa: F401  (changes Megatron before it is imported)
@@ -73,7 +74,7 @@ class PublishingRank:
                 self.publisher._sender.wait()
             if self.desk:
                 self.desk._coordinator.wait()
-                self.desk._absorb(self.control.members())
+                self.desk._absorb(self.control.members(), time.monotonic())
         torch.distributed.barrier(group=self.groups.world)
         return plan
 

@@ -35,24 +35,25 @@ class Receiver:
         self._group: Group | None = None
         self._store: tuple[tuple[str, int], TCPStore] | None = None  # and where it is
         self._place: tuple[str, int, int] | None = None  # where the group met: a new store may count epochs anew
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # of the newest offer
+        self._lock = threading.Lock()
+        self._ticket = 0  # of the newest offer: what ends for an older one is of no interest
         self._status = ReceiveStatus(state=ReceiveState.NONE)
         self._layout: Layout | None = None
         self._staging: list[Tensor] = []
         self._staged: Manifest | None = None
 
     def begin(self, offer: Offer, worker: int, timeout_s: float) -> None:
-        """Start to receive ``offer``; what was staged before and not taken is replaced.
+        """Start to receive ``offer``, at once; what was staged before and not taken is replaced.
 
-        A receive that runs is waited for: within its deadlines it ends by itself, and two would share a group.
+        A receive that runs ends first, within its deadlines, since two would share a group and the staging memory.
         """
-        if self._thread is not None:
-            self._thread.join()
-        self._staged = None
-        self._status = ReceiveStatus(state=ReceiveState.JOINING)
-        self._thread = threading.Thread(
-            target=self._run, args=(offer, worker, timeout_s), name="receive-weights", daemon=True
-        )
+        with self._lock:
+            self._ticket += 1
+            self._staged = None
+            self._status = ReceiveStatus(state=ReceiveState.JOINING)
+        arguments = (self._ticket, self._thread, offer, worker, timeout_s)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="receive-weights", daemon=True)
         self._thread.start()
 
     def poll(self) -> ReceiveStatus:
@@ -80,15 +81,25 @@ class Receiver:
 
     # ---- the thread
 
-    def _run(self, offer: Offer, worker: int, timeout_s: float) -> None:
+    def _run(self, ticket: int, before: threading.Thread | None, offer: Offer, worker: int, timeout_s: float) -> None:
+        if before is not None:
+            before.join()
+        if ticket != self._ticket:
+            return  # a newer one has come, which the trainer sends only when this round is over
         try:
-            self._staged = self._receive(offer, worker, timeout_s)
-            self._status = ReceiveStatus(state=ReceiveState.STAGED)
-        except (WeightTransferError, msgspec.DecodeError) as error:
-            self._leave_group()
-            self._status = ReceiveStatus(state=ReceiveState.FAILED, reason=str(error))
+            manifest = self._receive(ticket, offer, worker, timeout_s)
+        except (WeightTransferError, msgspec.DecodeError, RuntimeError, ValueError, TypeError, OverflowError) as error:
+            self._leave_group()  # whatever torch says of a manifest that no trainer of ours would send
+            self._tell(ticket, ReceiveStatus(state=ReceiveState.FAILED, reason=str(error)))
+        else:
+            self._tell(ticket, ReceiveStatus(state=ReceiveState.STAGED), manifest)
 
-    def _receive(self, offer: Offer, worker: int, timeout_s: float) -> Manifest:
+    def _tell(self, ticket: int, status: ReceiveStatus, staged: Manifest | None = None) -> None:
+        with self._lock:
+            if ticket == self._ticket:
+                self._status, self._staged = status, staged
+
+    def _receive(self, ticket: int, offer: Offer, worker: int, timeout_s: float) -> Manifest:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # it is each thread's own
         manifest = decode_manifest(offer.manifest)
@@ -96,13 +107,16 @@ class Receiver:
         self._check_fit(manifest)
         self._make_room(manifest)
         if offer.folder:
-            self._status = ReceiveStatus(state=ReceiveState.POSTED)
+            self._tell(ticket, ReceiveStatus(state=ReceiveState.POSTED))
             read_version(manifest, Path(offer.folder), self._staging)
             return manifest
-        round_ = Round(self._connected(offer, timeout_s), offer.round, offer.epoch, timeout_s)
+        # Rank 0 waits for the slowest member for as long as this: who is ready sooner waits longer.
+        round_ = Round(self._connected(offer, timeout_s), offer.round, offer.epoch, 2 * timeout_s)
+        round_.say_ready(offer.rank + worker)
+        round_.wait_for_opening()
         group = self._joined(offer, worker, timeout_s)
         round_.post(group.rank)
-        self._status = ReceiveStatus(state=ReceiveState.POSTED)
+        self._tell(ticket, ReceiveStatus(state=ReceiveState.POSTED))
         receive_version(group, manifest, self._staging, lambda bucket: round_.reach(group.rank, bucket))
         return manifest
 

@@ -111,6 +111,7 @@ class Searcher:
         self._asked_prompts = 0  # received and wanted, when it last asked
         self._receiving: Offer | None = None
         self._staged = False
+        self._draining = False
         self._sample: SampleRollout | None = None
         self._stopping: str | None = None
 
@@ -123,9 +124,11 @@ class Searcher:
             idle_from_s = time.monotonic()
             for message in self._control.poll(self._patience_s()):
                 self._handle(message)
+            # Its mail has been read: a searcher that was suspended does not take its own silence for the trainer's.
+            silent = idle_from_s - self._heard_s > self._config.transport.lease_s
             self._take_weights()
             self._evaluate_if_asked(sender)
-            if sender.room and not (self._staged and self._config.search.in_flight == "drain"):
+            if sender.room and not self._draining:
                 self._fill_engine()
             self._beat()
             if self._engine.n_unfinished:
@@ -133,9 +136,10 @@ class Searcher:
             else:
                 self._waiting_s += time.monotonic() - idle_from_s
             sender.flush()
-            if time.monotonic() - self._heard_s > self._config.transport.lease_s:
+            if silent:
                 _log.warning("the trainer was silent for %g s; leaving", self._config.transport.lease_s)
                 sender.close(linger_s=0.0)
+                self._say_goodbye()  # one that is only slow hears it
                 self._control.close(linger_s=0.0)
                 return TRAINER_GONE
         return self._leave(sender)
@@ -188,13 +192,16 @@ class Searcher:
     def _leave(self, sender: RolloutOutbox) -> int:
         self._engine.abort_all()
         sender.close()
-        self._control.send(
-            Goodbye(generated=self.generated, busy_s=self._busy_s, idle_s=self._idle_s, paused_s=self._paused_s)
-        )
+        self._say_goodbye()
         self._control.close()
         self._engine.close()
         _log.info("searcher %s leaves (%s) after %d rollouts", self._name, self._stopping, self.generated)
         return 0
+
+    def _say_goodbye(self) -> None:
+        self._control.send(
+            Goodbye(generated=self.generated, busy_s=self._busy_s, idle_s=self._idle_s, paused_s=self._paused_s)
+        )
 
     # ---- messages
 
@@ -245,22 +252,26 @@ class Searcher:
 
     # ---- weights
 
-    def _take_weights(self) -> None:
-        """Apply a version that has arrived whole, or say why none has."""
+    def _watch_receive(self) -> None:
+        """How the receive stands; a failure is told at once."""
         offer = self._receiving
-        if offer is None:
+        if offer is None or self._staged:
             return
-        if not self._staged:
-            status = self._engine.poll_receive()
-            if status.state is ReceiveState.FAILED:
-                _log.warning("version %s did not arrive: %s", offer.version, status.reason)
-                self._control.send(ReceiveFailed(version=offer.version, reason=status.reason))
-                self._receiving = None
-            self._staged = status.state is ReceiveState.STAGED
-        drained = self._config.search.in_flight != "drain" or not self._engine.n_unfinished
-        if self._staged and drained:
-            self._apply(offer)
-            self._receiving, self._staged = None, False
+        status = self._engine.poll_receive()
+        self._staged = status.state is ReceiveState.STAGED
+        # A newer offer may come before the engine is empty: it goes on draining, or it would never be.
+        self._draining |= self._staged and self._config.search.in_flight == "drain"
+        if status.state is ReceiveState.FAILED:
+            _log.warning("version %s did not arrive: %s", offer.version, status.reason)
+            self._control.send(ReceiveFailed(version=offer.version, round=offer.round, reason=status.reason))
+            self._receiving, self._draining = None, False
+
+    def _take_weights(self) -> None:
+        """Apply a version that has arrived whole."""
+        self._watch_receive()
+        if self._receiving is not None and self._staged and not (self._draining and self._engine.n_unfinished):
+            self._apply(self._receiving)
+            self._receiving, self._staged, self._draining = None, False, False
 
     def _apply(self, offer: Offer) -> None:
         paused_s = self._engine.paused_s
@@ -306,6 +317,7 @@ class Searcher:
         """Between two steps of an evaluation: hear and be heard."""
         for message in self._control.poll(0.0):
             self._handle(message)
+        self._watch_receive()
         sender.flush()
         self._beat()
         return self._stopping is None

@@ -58,7 +58,7 @@ class Chief:
     ) -> None:
         self._config, self._control, self._desk, self._probes = config, control, desk, probes
         self._lockstep = LockStep(config, control) if config.weights.mode == "sync" else None
-        self._sending, self._snapshot_s = False, 0.0
+        self._sending, self._snapshot_s, self._probe_s = False, 0.0, 0.0
         self._sampler, self._log, self._restored = sampler, log, state
         self._history = state.history
         self._started_s = time.monotonic()
@@ -103,7 +103,10 @@ class Chief:
         if self._lockstep and not self._lockstep.may_train(self._version(step), self._control.members(), self._visits):
             return self._wait(step)
         # A log may hold enough before the first searcher has come, and only it can measure where the run begins.
-        if not self._enough(reports, step) or (self._unmeasured(step) and not self._asked):
+        enough = self._enough(reports, step)
+        if self._lockstep and not enough:
+            self._lockstep.extend(self._visits)
+        if not enough or (self._unmeasured(step) and not self._asked):
             return self._wait(step)
         self._stop_waiting()
         self._visits_before_step = self._visits
@@ -215,8 +218,9 @@ class Chief:
         save = self._saved_step != step
         measured = self._accuracy_after is not None or not self._config.evaluation.problems
         if self._finished_s is None:
-            self._finished_s, self._failed_before_end = time.monotonic(), self._desk.failed
-        undeliverable = self._desk.failed - self._failed_before_end >= FINAL_TRIES
+            self._finished_s, self._failed_before_end = time.monotonic(), self._failures
+        tries = self._failures - self._failed_before_end
+        undeliverable = tries >= FINAL_TRIES or self._desk.refused == final
         if undeliverable:
             _log.warning("the final version could not be sent in %d tries; it is not measured", FINAL_TRIES)
         # A resumed run can be at its end before the first searcher has joined.
@@ -225,6 +229,10 @@ class Chief:
             return self._plan(Action.STOP, step, save=save)
         self._ask_for_evaluation(final)
         return self._plan(Action.WAIT, step, publish=self._publish_plan(step, due=True))
+
+    @property
+    def _failures(self) -> int:
+        return self._desk.failed + self._control.receive_failures()
 
     def dismiss_searchers(self) -> None:
         """Say stop to all; they finish the sample they score, say how many they generated, and leave."""
@@ -260,6 +268,7 @@ class Chief:
         self._control.note(arrived=dict(arrived), fresh_prompts=self._fresh_prompts)
         self._sending = any(note.sending for note in notes)
         self._snapshot_s = max(note.snapshot_s for note in notes)
+        self._probe_s = max(note.probe_s for note in notes)
         for version, logprobs in (note.probe for note in notes if note.probe is not None):
             self._probes.know(PolicyVersion.parse(version), logprobs)
         self._probes.compare()
@@ -326,6 +335,7 @@ class Chief:
             "time/step_s": seconds,
             "time/wait_rollout_s": self._wait_before_step_s,
             "time/weight_snapshot_s": self._snapshot_s,
+            "time/weight_probe_s": self._probe_s,
             **self._desk.metrics(),
             **self._probes.metrics(),
             "fleet/searchers_live": len(self._control.members()),
@@ -367,7 +377,7 @@ class Chief:
             accuracy_before=self._accuracy_before,
             accuracy_after=self._accuracy_after,
             weight_versions=self._versions_before + self._desk.published,
-            weight_transfers_failed=self._desk.failed + self._control.receive_failures(),
+            weight_transfers_failed=self._failures,
             probes_answered=self._probes.answered,
             probe_alerts=self._probes.alerts,
             trainer_wait_fraction=self._wait_s / loop_s if loop_s else 0.0,

@@ -27,7 +27,6 @@ from tba_megatron.transport.weight_files import (
     finish_version,
     partial_of,
     remove_old,
-    remove_partials,
     version_folder,
     write_marker,
 )
@@ -46,8 +45,9 @@ class Delivery:
     epoch: int
     version: PolicyVersion
     error: str
-    not_fit: bool  # the version itself is bad
     seconds: float
+    not_fit: bool = False  # the version itself is bad
+    culprits: tuple[str, ...] = ()  # searchers because of whom it was called off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +57,14 @@ class VersionFiles:
     weights: Path
     template: Path
     dtype: str
+
+
+class _NotReadyError(WeightTransferError):
+    """Some searchers were not ready, or not in the group."""
+
+    def __init__(self, message: str, culprits: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.culprits = culprits
 
 
 class Coordinator:
@@ -119,34 +127,38 @@ class Coordinator:
         cohorts: Sequence[CohortPlan],
         said: Sequence[tuple[int, CohortPlan]],
     ) -> None:
+        replica = cohorts[0].replica
         try:
-            replica = cohorts[0].replica
-            store = self._stores.get(replica) or connect(plan.host, plan.port, self._config.timeout_s)
-            self._stores[replica] = store
+            store = self._stores[replica] = self._stores.get(replica) or connect(
+                plan.host, plan.port, self._config.timeout_s
+            )
             # Whoever was in an earlier round is done, or this one would not have been planned.
             for number, cohort in said:
-                Round(store, number, cohort.epoch, self._config.timeout_s).forget(self._n_stages, self._ranks(cohort))
-            self._round(store, plan, version, cohorts)
+                self._round(store, number, cohort).forget(cohort.replica, self._n_stages, self._ranks(cohort))
+            self._bring(store, plan, version, cohorts)
+        except WeightTransferError as error:
+            self._stores.pop(replica, None)
+            for cohort in cohorts:
+                self._deliveries.append(Delivery(epoch=cohort.epoch, version=version, error=str(error), seconds=0.0))
         except BaseException as error:
             self._faults.append(error)  # the main thread raises it: a fault here must not end in silence
             raise
 
-    def _round(self, store: TCPStore, plan: PublishPlan, version: PolicyVersion, cohorts: Sequence[CohortPlan]) -> None:
-        manifest: Manifest | None = None
-        refusal: WeightTransferError | None = None
-        for cohort in cohorts:
-            started_s = time.monotonic()
-            round_ = Round(store, plan.round, cohort.epoch, self._config.timeout_s)
-            try:
-                if refusal is not None:
-                    raise refusal
-                manifest = manifest or self._manifest(round_, version)
-                self._deliver(round_, plan, cohort, manifest)
-                error = None
-            except WeightTransferError as failure:
-                error = failure
-                refusal = failure if manifest is None else None
-                self._call_off(round_, cohort)
+    def _round(self, store: TCPStore, number: int, cohort: CohortPlan) -> Round:
+        return Round(store, number, cohort.epoch, self._config.timeout_s)
+
+    def _bring(self, store: TCPStore, plan: PublishPlan, version: PolicyVersion, cohorts: Sequence[CohortPlan]) -> None:
+        """Offer to all cohorts, and serve each as soon as its searchers are ready: none waits for another's."""
+        started_s = time.monotonic()
+        rounds = {cohort.epoch: self._round(store, plan.round, cohort) for cohort in cohorts}
+        waiting = {cohort.epoch: cohort for cohort in cohorts}
+        self._said.extend((plan.round, cohort) for cohort in cohorts)
+
+        def end(cohort: CohortPlan, error: WeightTransferError | None) -> None:
+            del waiting[cohort.epoch]
+            if error is not None:
+                rounds[cohort.epoch].call_off()
+                self._control.set_epoch(cohort.searchers, -1)
                 _log.warning("version %s was not published: %s", version, error)
             self._deliveries.append(
                 Delivery(
@@ -154,16 +166,42 @@ class Coordinator:
                     version=version,
                     error=str(error or ""),
                     not_fit=isinstance(error, NotFitError),
+                    culprits=error.culprits if isinstance(error, _NotReadyError) else (),
                     seconds=time.monotonic() - started_s,
                 )
             )
-            self._said.append((plan.round, cohort))
 
-    def _manifest(self, round_: Round, version: PolicyVersion) -> Manifest:
+        try:
+            manifest = self._manifest(rounds[cohorts[0].epoch], cohorts[0].replica, version)
+            if self._config.transport == "files":
+                (cohort,) = cohorts
+                self._deliver_files(rounds[cohort.epoch], plan, cohort, manifest, version)
+                end(cohort, None)
+                return
+            self._control.published(version)
+            for cohort in cohorts:
+                self._control.set_epoch(cohort.searchers, cohort.epoch)
+                self._offer(plan, cohort, manifest)
+        except WeightTransferError as error:
+            for cohort in list(waiting.values()):
+                end(cohort, error)
+            return
+        deadline_s = time.monotonic() + self._config.timeout_s
+        while waiting:
+            for cohort in list(waiting.values()):
+                try:
+                    if self._is_ready(rounds[cohort.epoch], cohort, late=time.monotonic() > deadline_s):
+                        self._serve(rounds[cohort.epoch], cohort, manifest)
+                        end(cohort, None)
+                except WeightTransferError as error:
+                    end(cohort, error)
+            time.sleep(_POLL_S)
+
+    def _manifest(self, round_: Round, replica: int, version: PolicyVersion) -> Manifest:
         """What all stages are going to send."""
         stages = range(self._n_stages)
-        self._until(lambda: all(round_.part(stage) is not None for stage in stages), self._config.timeout_s)
-        parts = [round_.part(stage) for stage in stages]
+        self._until(lambda: all(round_.part(replica, s) is not None for s in stages), self._config.timeout_s)
+        parts = [round_.part(replica, stage) for stage in stages]
         late = [stage for stage in stages if parts[stage] is None]
         if late:
             raise WeightTransferError(
@@ -171,14 +209,17 @@ class Coordinator:
             )
         return merge_manifests([decode_part(part) for part in parts if part is not None])
 
-    def _deliver(self, round_: Round, plan: PublishPlan, cohort: CohortPlan, manifest: Manifest) -> None:
-        version = PolicyVersion.parse(manifest.version)
-        if self._config.transport == "files":
-            self._deliver_files(round_, cohort, manifest, version)
-            return
-        self._control.published(version)
-        self._control.set_epoch(cohort.searchers, cohort.epoch)
-        self._offer(plan, cohort, manifest)
+    def _is_ready(self, round_: Round, cohort: CohortPlan, *, late: bool) -> bool:
+        """Whether all of ``cohort`` can take what they were offered; ``late``: they have had their time."""
+        pending = [
+            searcher for searcher, ranks in self._ranks_of(cohort) if not all(round_.is_ready(rank) for rank in ranks)
+        ]
+        culprits = [searcher for searcher in cohort.searchers if self._trouble(searcher)] or (pending if late else [])
+        if culprits:
+            raise _NotReadyError(f"not ready to receive: {self._named(culprits)}", tuple(culprits))
+        return not pending
+
+    def _serve(self, round_: Round, cohort: CohortPlan, manifest: Manifest) -> None:
         round_.open()
         self._wait_for_posts(round_, cohort)
         round_.give_go()
@@ -187,13 +228,17 @@ class Coordinator:
         if errors:
             raise WeightTransferError(f"{'; '.join(errors)}{self._behind(round_, cohort, manifest)}")
 
-    def _deliver_files(self, round_: Round, cohort: CohortPlan, manifest: Manifest, version: PolicyVersion) -> None:
+    def _deliver_files(
+        self, round_: Round, plan: PublishPlan, cohort: CohortPlan, manifest: Manifest, version: PolicyVersion
+    ) -> None:
         files = self._files
         folder = version_folder(files.weights, version)
-        if not folder.exists():
-            self._write_version(round_, manifest, version)
-        else:
+        # Who could not read it would not the second time either.
+        if folder.exists() and not any(self._trouble(searcher) for searcher in cohort.searchers):
             round_.call_off()
+        else:
+            self._write_version(round_, manifest, version)
+        write_marker(files.weights, version)
         self._control.published(version)
         self._control.set_epoch(cohort.searchers, cohort.epoch)
         for searcher in cohort.searchers:
@@ -202,14 +247,14 @@ class Coordinator:
                 Offer(
                     version=manifest.version,
                     manifest=encode_manifest(manifest),
-                    round=cohort.epoch,
+                    round=plan.round,
                     probe=self._probe,
                     folder=str(folder.resolve()),
                 ),
             )
 
     def _write_version(self, round_: Round, manifest: Manifest, version: PolicyVersion) -> None:
-        """All stages write their files; the folder appears whole, and then the marker names it."""
+        """All stages write their files; the folder appears whole."""
         files = self._files
         folder, partial = version_folder(files.weights, version), partial_of(files.weights, version)
         try:
@@ -219,13 +264,10 @@ class Coordinator:
             if errors:
                 raise WeightTransferError("; ".join(errors))
             finish_version(partial, folder, manifest, self._n_stages)
-            write_marker(files.weights, version)
         except OSError as error:
-            raise WeightTransferError(f"{partial} cannot be begun: {error}") from None
+            raise WeightTransferError(f"{partial} cannot be written to: {error}") from None
         finally:
-            # It may hold the space that the disk lacks.
-            remove_partials(files.weights)
-            remove_old(files.weights, _KEPT_VERSIONS)
+            remove_old(files.weights, _KEPT_VERSIONS)  # and what is not whole, which may hold the space that is lacking
 
     def _offer(self, plan: PublishPlan, cohort: CohortPlan, manifest: Manifest) -> None:
         encoded, rank = encode_manifest(manifest), self._n_stages
@@ -260,11 +302,11 @@ class Coordinator:
         self._until(settled, self._config.timeout_s)
         if waiting:
             errors = [text for stage in range(self._n_stages) if (text := round_.outcome(stage))]
-            late = dict.fromkeys(waiting.values())
-            raise WeightTransferError(
-                f"not ready to receive: {', '.join(self._describe(searcher) for searcher in late)}"
-                f"{'; ' if errors else ''}{'; '.join(errors)}"
-            )
+            late = list(dict.fromkeys(waiting.values()))
+            # Who waits in the group for a member that is gone cannot post either: then that one alone is named.
+            culprits = [searcher for searcher in late if self._trouble(searcher)] or late
+            text = f"not in the group: {self._named(culprits)}"
+            raise _NotReadyError("; ".join([text, *errors]), tuple(culprits))
 
     def _outcomes(self, round_: Round, timeout_s: float) -> list[str]:
         """What went wrong with each stage; empty when everything has left."""
@@ -286,10 +328,6 @@ class Coordinator:
         ]
         return f"; {', '.join(behind)}" if behind else ""
 
-    def _call_off(self, round_: Round, cohort: CohortPlan) -> None:
-        round_.call_off()
-        self._control.set_epoch(cohort.searchers, -1)
-
     # ---- who
 
     def _ranks_of(self, cohort: CohortPlan) -> list[tuple[str, range]]:
@@ -309,10 +347,13 @@ class Coordinator:
             return "unknown"
         return str(member.gone or member.failure or "")
 
+    def _named(self, searchers: Sequence[str]) -> str:
+        return ", ".join(self._describe(searcher) for searcher in searchers)
+
     def _describe(self, searcher: str) -> str:
         member = self._control.member(searcher)
-        heard = f", last heard {time.monotonic() - member.heard_s:.1f} s ago" if member is not None else ""
-        return f"searcher {searcher} ({self._trouble(searcher) or 'silent'}{heard})"
+        heard = f"last heard {time.monotonic() - member.heard_s:.1f} s ago" if member is not None else ""
+        return f"searcher {searcher} ({', '.join(word for word in (self._trouble(searcher), heard) if word)})"
 
     def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s

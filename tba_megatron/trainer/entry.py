@@ -33,7 +33,7 @@ from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.registry import PromptLeases
 from tba_megatron.transport.rendezvous import Rendezvous, withdraw_rendezvous, write_rendezvous
 from tba_megatron.transport.rollouts import RolloutReceiver, owner_of
-from tba_megatron.transport.weight_files import remove_old, remove_partials, version_folder, write_marker
+from tba_megatron.transport.weight_files import remove_old, version_folder, write_marker
 from tba_megatron.types import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ def train(config: Config, groups: Groups) -> int:
     if groups.rank == 0:
         write_marker(weights, start)
         remove_old(weights, keep=1)
-        remove_partials(weights)
     prepare_weight_groups()
     with ExitStack() as stack:
         token = from_rank_0(secrets.token_hex(16) if groups.rank == 0 else None, groups)

@@ -36,3 +36,8 @@ class LockStep:
             self._turn, self._goal = version, visits + prompts
             self._control.allow(prompts)
         return visits >= self._goal
+
+    def extend(self, visits: int) -> None:
+        """What the turn has brought is not enough for its step: visits without anything new, or too few prompts."""
+        self._goal = visits + self._prompts
+        self._control.allow(self._prompts)

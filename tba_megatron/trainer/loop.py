@@ -87,6 +87,7 @@ class TrainLoop:
         self._shard, self._receiver, self._chief = shard, receiver, chief
         self._publisher, self._prober = publisher, prober
         self._probed: tuple[str, tuple[float, ...]] | None = None  # for the next note
+        self._probe_s = 0.0
         self._recorder = recorder
         self._history = history
         self._step = step
@@ -124,7 +125,9 @@ class TrainLoop:
 
     def _probe(self) -> None:
         """What searchers will be asked about this version, while its weights are here."""
+        started_s = time.monotonic()
         logprobs = self._prober.score(self._policy)
+        self._probe_s = time.monotonic() - started_s
         if logprobs:
             self._probed = (str(self.version), logprobs)
 
@@ -139,6 +142,7 @@ class TrainLoop:
             save_written=self._save_written,
             sending=self._publisher.sending,
             snapshot_s=self._publisher.last_snapshot_s,
+            probe_s=self._probe_s,
             probe=self._probed,
         )
         self._probed = None

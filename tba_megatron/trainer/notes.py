@@ -41,6 +41,7 @@ class Note:
     messages: MessageCounts = MessageCounts()
     sending: bool = False  # the last snapshot of this rank has not left
     snapshot_s: float = 0.0  # how long training stood still for it
+    probe_s: float = 0.0  # and for the probe
     probe: tuple[str, tuple[float, ...]] | None = None  # a version, and its log-probs of the probe
     failure: str = ""  # why this rank cannot go on; every rank ends with this line
 

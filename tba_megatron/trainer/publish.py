@@ -7,8 +7,10 @@ a queue. Every rank of a replica that serves a cohort takes part in the snapshot
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -28,6 +30,7 @@ from tba_megatron.types import PolicyVersion, PublishPlan
 
 _log = logging.getLogger(__name__)
 
+_FIRST_PAUSE_S = 0.5  # before a third try; each further one waits twice as long
 _EVERYBODY = 1 << 30  # searchers that read files need no groups
 
 
@@ -52,6 +55,7 @@ class Publisher:
             bucket_bytes=config.bucket_bytes,
         )
         place = SenderPlace(
+            replica=groups.dp_rank,
             stage=groups.pp_rank,
             n_stages=groups.pp_size,
             backend=groups.backend,
@@ -84,6 +88,21 @@ class Publisher:
             self._sender.close()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Strikes:
+    """How often in a row a searcher kept a version from its cohort, or could not take one in; and the last time."""
+
+    count: int
+    since_s: float
+    silent: bool
+    round: int
+
+
+def _pause_s(failures: int, most_s: float) -> float:
+    """How long to leave alone what has failed so often in a row: not at all at first, then twice as long each time."""
+    return min(_FIRST_PAUSE_S * 2.0 ** min(failures - 2, 16), most_s) if failures > 1 else 0.0
+
+
 class PublishDesk:
     """Rank 0's view of all publishing: who needs which version, what is on its way, what has failed."""
 
@@ -97,9 +116,12 @@ class PublishDesk:
         self._store: TCPStore | None = None
         self._port = 0
         self._round = -1
-        self._refused: PolicyVersion | None = None  # the last version that was not fit to be sent
+        self.refused: PolicyVersion | None = None  # the last version that was not fit to be sent
         self._planned: PolicyVersion | None = None
         self._waiting: PolicyVersion | None = None  # due, but an older one is on its way
+        self._failures = 0  # rounds in a row in which nothing was delivered
+        self._not_before_s = -math.inf
+        self._strikes: dict[str, _Strikes] = {}  # of searchers that fail again and again
         self._warned: set[tuple[str, PolicyVersion]] = set()  # searchers that were late, and what they run
         self._delivered: set[PolicyVersion] = set()
         self.published = 0  # versions that reached a cohort
@@ -113,17 +135,19 @@ class PublishDesk:
 
         ``sending``: some rank's last snapshot has not left.
         """
-        self._absorb(members)
-        if not members or version == self._refused:
+        now_s = time.monotonic()
+        self._absorb(members, now_s)
+        members = [member for member in members if not self._is_left_out(member, now_s)]
+        if not members or version == self.refused or now_s < self._not_before_s:
             return None
         if sending or self._coordinator.busy:
             if version != self._planned:
-                self._wait_for(version)
+                self._note_due(version)
             return None
-        cohorts = self._cohorts.plan(members, version, time.monotonic())
+        cohorts = self._cohorts.plan(members, version, now_s)
         if not cohorts:
             return None
-        self._wait_for(version)
+        self._note_due(version)
         self._waiting = None
         self._planned = version
         self._round += 1
@@ -137,7 +161,24 @@ class PublishDesk:
         self._coordinator.begin(plan, version)
         return plan
 
-    def _wait_for(self, version: PolicyVersion) -> None:
+    def _strike(self, searcher: str, now_s: float, *, silent: bool = False, round_: int = -1) -> None:
+        before = self._strikes.get(searcher)
+        self._strikes[searcher] = _Strikes(
+            count=before.count + 1 if before else 1,
+            since_s=now_s,
+            silent=silent,
+            round=max(round_, before.round if before else -1),
+        )
+
+    def _is_left_out(self, member: Member, now_s: float) -> bool:
+        """Whether it would only hold up others: it was late and has said nothing since, or fails again and again."""
+        strikes = self._strikes.get(member.searcher)
+        if strikes is None:
+            return False
+        pause_s = _pause_s(strikes.count, self._config.timeout_s)
+        return (strikes.silent and member.heard_s <= strikes.since_s) or now_s < strikes.since_s + pause_s
+
+    def _note_due(self, version: PolicyVersion) -> None:
         self.replaced += self._waiting not in (None, version)
         self._waiting = version
 
@@ -151,18 +192,31 @@ class PublishDesk:
                 ) from None
         return self._port
 
-    def _absorb(self, members: Sequence[Member]) -> None:
-        for delivery in self._coordinator.take_deliveries():
+    def _absorb(self, members: Sequence[Member], now_s: float) -> None:
+        deliveries = self._coordinator.take_deliveries()
+        if deliveries:
+            # What fails once is tried again at once, without who was late; what fails for good is tried now and then.
+            self._failures = self._failures + 1 if all(d.error for d in deliveries) else 0
+            self._not_before_s = now_s + _pause_s(self._failures, self._config.timeout_s)
+        for delivery in deliveries:
             if delivery.error:
                 self.failed += 1
+                for searcher in delivery.culprits:
+                    self._strike(searcher, now_s, silent=True)
                 self._cohorts.failed(delivery.epoch)
                 if delivery.not_fit:
-                    self._refused = delivery.version
+                    self.refused = delivery.version
             else:
                 self.last_sync_s = delivery.seconds
                 self.published += delivery.version not in self._delivered
                 self._delivered = {delivery.version}
-        for member in self._cohorts.late(members, time.monotonic()):
+        for member in members:
+            strikes = self._strikes.get(member.searcher)
+            if member.failure is not None and (strikes is None or strikes.round < member.offered_round):
+                self._strike(member.searcher, now_s, round_=member.offered_round)
+            elif strikes is not None and member.failure is None and member.version in self._delivered:
+                del self._strikes[member.searcher]
+        for member in self._cohorts.late(members, now_s):
             case = (member.searcher, member.version)
             if case not in self._warned:
                 self._warned.add(case)

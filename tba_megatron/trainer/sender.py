@@ -1,12 +1,14 @@
 """What sends weights: a thread of each stage leader, which touches only the snapshot, the store and its groups.
 
-It serves the cohorts of its replica one after another: two communicators are never in use at once.
+It serves the cohorts of its replica one after another, in the order in which rank 0 opens their groups: two
+communicators are never in use at once.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ from tba_megatron.types import CohortPlan, PublishPlan
 
 _log = logging.getLogger(__name__)
 
+_POLL_S = 0.002
+
 _FINE, _STRANGE = b"+", b"-"
 
 
@@ -32,6 +36,7 @@ _FINE, _STRANGE = b"+", b"-"
 class SenderPlace:
     """Where a stage leader stands among the senders of its replica."""
 
+    replica: int
     stage: int
     n_stages: int
     backend: str
@@ -70,6 +75,9 @@ class Sender:
 
     @property
     def busy(self) -> bool:
+        """RuntimeError when the thread has failed by a fault of its own."""
+        if self._fault is not None:
+            raise RuntimeError("the thread that sends weights has failed") from self._fault
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, snapshot: Snapshot, plan: PublishPlan, cohorts: Sequence[CohortPlan]) -> None:
@@ -84,8 +92,7 @@ class Sender:
         """Until the thread is done. RuntimeError when it has failed by a fault of its own."""
         if self._thread is not None:
             self._thread.join()
-        if self._fault is not None:
-            raise RuntimeError("the thread that sends weights has failed") from self._fault
+        assert not self.busy
 
     def close(self) -> None:
         self.wait()
@@ -105,28 +112,38 @@ class Sender:
             raise
 
     def _send(self, snapshot: Snapshot, plan: PublishPlan, cohorts: Sequence[CohortPlan]) -> None:
-        stage, timeout_s = self._place.stage, self._config.timeout_s
+        stage, replica, timeout_s = self._place.stage, self._place.replica, self._config.timeout_s
         for epoch in set(self._groups).difference(plan.epochs):
             self._leave(epoch)
         store = self._store = self._store or connect(plan.host, plan.port, timeout_s)
-        # Rank 0 waits for the last stage's part for as long as this: a stage that is ready sooner waits longer.
-        rounds = [Round(store, plan.round, cohort.epoch, 2 * timeout_s) for cohort in cohorts]
+        rounds = {cohort.epoch: Round(store, plan.round, cohort.epoch, timeout_s) for cohort in cohorts}
+        waiting = {cohort.epoch: cohort for cohort in cohorts}
         try:
             manifest = describe(snapshot.version, snapshot.layout, snapshot.buckets, owner=stage)
         except WeightTransferError as error:
-            rounds[0].leave_part(stage, encode_refusal(str(error)))
+            rounds[cohorts[0].epoch].leave_part(replica, stage, encode_refusal(str(error)))
             return
-        rounds[0].leave_part(stage, encode_part(manifest))
-        for round_, cohort in zip(rounds, cohorts, strict=True):
-            error = self._serve(snapshot, round_, plan, cohort)
-            round_.leave_outcome(stage, error)
-            if error:
-                self._leave(cohort.epoch)
+        try:
+            rounds[cohorts[0].epoch].leave_part(replica, stage, encode_part(manifest))
+            # Rank 0 waits for parts and for searchers, each as long as ``timeout_s``; the last of both come later.
+            deadline_s = time.monotonic() + 3 * timeout_s
+            while waiting and time.monotonic() < deadline_s:
+                for epoch, cohort in list(waiting.items()):
+                    opened = rounds[epoch].opened()
+                    if opened is not None:
+                        error = self._serve(snapshot, rounds[epoch], plan, cohort) if opened else ""
+                        rounds[epoch].leave_outcome(stage, error)
+                        del waiting[epoch]
+                        if error:
+                            self._leave(epoch)
+                time.sleep(_POLL_S)
+        finally:
+            for epoch in waiting:  # rank 0 is not to wait for a stage that sends no more
+                rounds[epoch].leave_outcome(stage, f"stage {stage} of replica {replica} sends no more")
 
     def _serve(self, snapshot: Snapshot, round_: Round, plan: PublishPlan, cohort: CohortPlan) -> str:
         """What went wrong, empty when everything has left."""
         try:
-            round_.wait_for_opening()
             if self._config.transport == "files":
                 self._write(snapshot)
             else:
@@ -142,7 +159,7 @@ class Sender:
         write_stage(partial_of(self._place.weights, snapshot.version), name, snapshot.layout, snapshot.buckets)
 
     def _whole_manifest(self, round_: Round) -> Manifest:
-        parts = [round_.part(stage) for stage in range(self._place.n_stages)]
+        parts = [round_.part(self._place.replica, stage) for stage in range(self._place.n_stages)]
         return merge_manifests([decode_part(part) for part in parts if part is not None])
 
     def _joined(self, plan: PublishPlan, cohort: CohortPlan) -> Group:

@@ -27,6 +27,7 @@ from tba_megatron.transport.messages import (
     Heartbeat,
     Hello,
     Lease,
+    Offer,
     Probed,
     ReceiveFailed,
     Refused,
@@ -170,6 +171,8 @@ class ControlServer:
         with self._lock:
             if isinstance(message, Evaluate) and searcher in self._registry.members:
                 self._registry.change(searcher, evaluating=True)
+            if isinstance(message, Offer) and searcher in self._registry.members:
+                self._registry.change(searcher, offered_round=message.round)
             self._outbox.append((searcher, message))
         self._wake()
 
@@ -312,7 +315,8 @@ class ControlServer:
             case Probed():
                 self._probes.append((searcher, message))
             case ReceiveFailed():
-                change(searcher, failure=message.reason, epoch=-1)
+                if message.round == self._registry.members[searcher].offered_round:
+                    change(searcher, failure=message.reason, epoch=-1)
                 self._registry.receive_failures_total += 1
                 _log.warning("searcher %s keeps its old weights: %s", searcher, message.reason)
             case Evaluated():
@@ -351,7 +355,8 @@ class ControlServer:
         """Give prompts to those who want some, the emptiest first, as far as searchers may be ahead."""
         for member in sorted(self._registry.living(), key=lambda m: -m.wants):
             ahead = self._max_ahead_groups - self._leases.outstanding - self._fresh_prompts
-            room = int(min(ahead, self._allowance))
+            # In lock-step the turn alone decides: what is held from before it must not keep its prompts back.
+            room = ahead if self._allowance == math.inf else int(self._allowance)
             if not self._granting or room <= 0:
                 return
             if member.wants and member.current and not member.evaluating:

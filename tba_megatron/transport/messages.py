@@ -58,6 +58,7 @@ class Probed(_Message, frozen=True):
 
 class ReceiveFailed(_Message, frozen=True):
     version: VersionText
+    round: int  # of the offer
     reason: str
 
 

@@ -37,6 +37,7 @@ class Member:
     heard_s: float
     epoch: int = -1  # of the broadcast group it is in
     failure: str | None = None  # why its last receive failed
+    offered_round: int = -1  # of its newest offer
     generated: int = 0
     busy_s: float = 0.0
     idle_s: float = 0.0

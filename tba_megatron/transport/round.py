@@ -1,9 +1,10 @@
 """One attempt to bring a version to its receivers: the few words that senders, receivers and rank 0 exchange about it.
 
-They go through a store that rank 0 hosts. Every sender leaves a ``part`` (what it is going to send); rank 0 opens the
-group; every receiver posts (it waits in the group for the first bucket) and says how far it has come; rank 0 gives the
-``go``; every sender leaves an ``outcome``. Each end has a connection of its own, since a store's client serves one
-call at a time.
+They go through a store that rank 0 hosts. Every sender leaves a ``part`` (what it is going to send); every receiver
+says that it is ready (what is offered fits); rank 0 opens the group, and all join it; every receiver posts (it waits in
+the group for the first bucket); rank 0 gives the ``go``; receivers say how far they have come, and every sender leaves
+an ``outcome``. Until the opening rank 0 can call a round off at once: nobody is in the group yet. Each end has a
+connection of its own, since a store's client serves one call at a time.
 """
 
 from __future__ import annotations
@@ -48,11 +49,16 @@ class Round:
 
     # ---- senders
 
-    def leave_part(self, stage: int, part: bytes) -> None:
-        self._set(self._of_round, f"part-{stage}", part)
+    def leave_part(self, replica: int, stage: int, part: bytes) -> None:
+        self._set(self._of_round, f"part-{replica}-{stage}", part)
+
+    def opened(self) -> bool | None:
+        """None before rank 0 has opened the group, False when it has called the round off."""
+        word = self._get(self._of_group, "opening")
+        return None if word is None else word == _GO
 
     def wait_for_opening(self) -> None:
-        """Until receivers have been told to join the group. WeightTransferError when rank 0 calls it off."""
+        """Until all may join the group. WeightTransferError when rank 0 calls it off."""
         self._wait("opening", "rank 0 did not open the group")
 
     def wait_for_go(self) -> None:
@@ -65,6 +71,9 @@ class Round:
 
     # ---- receivers
 
+    def say_ready(self, rank: int) -> None:
+        self._set(self._of_group, f"ready-{rank}", b"")
+
     def post(self, rank: int) -> None:
         self._set(self._of_group, f"posted-{rank}", b"")
 
@@ -74,9 +83,12 @@ class Round:
 
     # ---- rank 0
 
-    def part(self, stage: int) -> bytes | None:
+    def part(self, replica: int, stage: int) -> bytes | None:
         """None while it has not been left."""
-        return self._get(self._of_round, f"part-{stage}")
+        return self._get(self._of_round, f"part-{replica}-{stage}")
+
+    def is_ready(self, rank: int) -> bool:
+        return self._get(self._of_group, f"ready-{rank}") is not None
 
     def has_posted(self, rank: int) -> bool:
         return self._get(self._of_group, f"posted-{rank}") is not None
@@ -102,14 +114,14 @@ class Round:
         found = self._get(self._of_group, f"outcome-{stage}")
         return None if found is None else found.decode()
 
-    def forget(self, stages: int, ranks: Iterable[int]) -> None:
+    def forget(self, replica: int, stages: int, ranks: Iterable[int]) -> None:
         """Drop all that was said; once every sender and receiver of the round is done."""
         keys = ["opening", "go", *(f"outcome-{stage}" for stage in range(stages))]
-        keys += [f"{word}-{rank}" for rank in ranks for word in ("posted", "reached")]
+        keys += [f"{word}-{rank}" for rank in ranks for word in ("ready", "posted", "reached")]
         for key in keys:
             self._delete(self._of_group, key)
         for stage in range(stages):
-            self._delete(self._of_round, f"part-{stage}")
+            self._delete(self._of_round, f"part-{replica}-{stage}")
 
     # ---- the store
 

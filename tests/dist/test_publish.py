@@ -54,14 +54,14 @@ def search(name: str, model: Path, folder: Path, dies_at: str | None) -> None:
                 if message.version == dies_at:
                     os._exit(0)
                 engine.begin_receive(message, LIMIT_S)
-                offered, receiving = message.version, True
+                offered, number, receiving = message.version, message.round, True
         status = engine.poll_receive()
         if receiving and status.state is ReceiveState.STAGED:
             engine.apply()
             control.send(Applied(version=str(engine.version), pause_s=0.0))
             receiving = False
         elif receiving and status.state is ReceiveState.FAILED:
-            control.send(ReceiveFailed(version=offered, reason=status.reason))
+            control.send(ReceiveFailed(version=offered, round=number, reason=status.reason))
             receiving = False
         beat = Heartbeat(
             generated=0, busy_s=0.0, idle_s=0.0, version=str(engine.version), wanted_prompts=0, received_prompts=0

@@ -15,6 +15,7 @@ def row(i: int, *, wait_s: float = 0.0, first: float = 0.5) -> dict[str, float]:
         "time/step_s": 1.0,
         "time/wait_rollout_s": wait_s,
         "time/weight_snapshot_s": 0.1,
+        "time/weight_probe_s": 0.1,
         "fleet/busy_s": 0.75 * (i + 1),
         "fleet/idle_s": 0.25 * (i + 1),
         "buffer/first_time_share": first,

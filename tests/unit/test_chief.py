@@ -113,7 +113,7 @@ class Control:
 
 
 class PublishDesk:
-    published, failed = 2, 1
+    published, failed, refused = 2, 1, None
 
     def __init__(self) -> None:
         self.asked: list[PolicyVersion] = []

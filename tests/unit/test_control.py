@@ -184,7 +184,7 @@ def test_a_member_is_known_by_what_it_said():
 def test_a_failed_receive_takes_the_searcher_out_of_the_group_and_a_new_epoch_clears_it():
     with serving() as server, peers(server, "a") as (a,):
         server.set_epoch(("a",), 3)
-        a.client.send(ReceiveFailed(version="0.1", reason="checksum"))
+        a.client.send(ReceiveFailed(version="0.1", round=-1, reason="checksum"))
         assert server.wait_until(lambda members: members[0].failure == "checksum", 10)
         assert server.members()[0].epoch == -1
         server.set_epoch(("a",), 4)
