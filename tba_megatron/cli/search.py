@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import socket
+import sys
+import tempfile
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +19,11 @@ from tba_megatron.cli.common import start_logging
 from tba_megatron.config import Config
 from tba_megatron.config_sections import VllmEngineConfig
 from tba_megatron.dist import keep_freed_memory, prepare_searcher_environment
-from tba_megatron.errors import TransportError
+from tba_megatron.errors import EngineError, TransportError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.engine import SearchEngine
 from tba_megatron.tasks.registry import make_task
-from tba_megatron.transport.rendezvous import Rendezvous, read_rendezvous
+from tba_megatron.transport.rendezvous import HELD, Rendezvous, read_rendezvous
 from tba_megatron.types import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -40,12 +45,12 @@ def run(config: Config, args: argparse.Namespace) -> int:
         import tba_megatron.search.vllm_engine  # noqa: F401  some seconds, while the trainer starts
 
     rendezvous = _wait_for_trainer(config)
-    version, weights = _newest_weights(rendezvous)
-    tokenizer = HfTokenizer(weights)
-    task = make_task(config.task, tokenizer, config.run.seed, config.model.max_length)
-    if task.dropped_prompts:
-        _log.warning("%d prompts are longer than model.max_length and are left out", task.dropped_prompts)
-    search_engine = make_engine(config, weights, version, seed=zlib.crc32(name.encode()))
+    with _start_weights(rendezvous) as (version, weights):
+        tokenizer = HfTokenizer(weights)
+        task = make_task(config.task, tokenizer, config.run.seed, config.model.max_length)
+        if task.dropped_prompts:
+            _log.warning("%d prompts are longer than model.max_length and are left out", task.dropped_prompts)
+        search_engine = make_engine(config, weights, version, seed=zlib.crc32(name.encode()))
     _log.info("searcher %s starts with version %s", name, search_engine.version)
     searcher = Searcher(
         config=config,
@@ -58,7 +63,13 @@ def run(config: Config, args: argparse.Namespace) -> int:
         host=host,
         connect=partial(RolloutSender, resend_s=config.transport.resend_s),
     )
-    return searcher.run()
+    try:
+        return searcher.run()
+    except EngineError as error:
+        # What is left of an engine that died, its threads and sockets, can keep a process from ending: and only one
+        # that has ended is started again.
+        print(error, file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
 
 
 def make_engine(config: Config, model: Path, version: PolicyVersion, seed: int) -> SearchEngine:
@@ -96,10 +107,15 @@ def _wait_for_trainer(config: Config) -> Rendezvous:
     )
 
 
-def _newest_weights(rendezvous: Rendezvous) -> tuple[PolicyVersion, Path]:
-    from tba_megatron.transport.weight_files import newest
+@contextmanager
+def _start_weights(rendezvous: Rendezvous) -> Iterator[tuple[PolicyVersion, Path]]:
+    """The newest version, in a folder that stays while it is loaded: the trainer removes its own as newer ones come."""
+    from tba_megatron.transport.weight_files import hold_newest
 
-    found = newest(Path(rendezvous.weights))
-    if found is None:
-        raise TransportError(f"{rendezvous.weights} names no version to start from; is it on a disk that all share?")
-    return found
+    weights = Path(rendezvous.weights)
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=HELD, dir=weights)
+    except OSError as error:
+        raise TransportError(f"{weights} cannot be written to ({error}); is it on a disk that all share?") from None
+    with folder as name:
+        yield hold_newest(weights, Path(name)), Path(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from tba_megatron.dist import STORE_FILE, run_environment
 from tba_megatron.errors import ModelError, RoleFailedError, RunFolderError
 from tba_megatron.ops.supervise import Role, Supervisor, tba
 from tba_megatron.trainer.result import RunResult, read_result
-from tba_megatron.transport.rendezvous import remove_rendezvous
+from tba_megatron.transport.rendezvous import HELD, remove_rendezvous
 
 SUMMARY = "summary.json"
 _STORE = ".store-"
@@ -120,6 +121,8 @@ def _clear(folder: Path) -> None:
     remove_rendezvous(folder)
     for store in folder.glob(f"{_STORE}*"):
         store.unlink(missing_ok=True)
+    for held in folder.glob(f"weights/{HELD}*"):
+        shutil.rmtree(held, ignore_errors=True)
 
 
 def _trainer_ranks(config: Config, command: str, stored: Path) -> list[Role]:

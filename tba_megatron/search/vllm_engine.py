@@ -68,28 +68,31 @@ class VllmEngine:
         in_flight: InFlight = "recompute",
     ) -> None:
         workers = config.tensor_parallel
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(model),
-                skip_tokenizer_init=True,
-                generation_config="vllm",  # nothing of the folder's own sampling defaults
-                dtype=config.dtype,
-                enforce_eager=True,
-                max_model_len=max_length,
-                max_num_seqs=config.max_sequences + 1,  # one is kept free for what is to be scored
-                max_num_active_seqs=config.max_sequences,
-                max_num_batched_tokens=max(max_length, 16 * config.max_sequences),
-                tensor_parallel_size=workers,
-                distributed_executor_backend="mp" if workers > 1 else "uni",
-                scheduler_cls="tba_megatron.search.vllm_scheduler.SearchScheduler",
-                kv_cache_memory_bytes=config.kv_cache_bytes,
-                seed=seed,
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
-                weight_transfer_config=WeightTransferConfig(backend="tba"),  # type: ignore[arg-type]
-                worker_extension_cls="tba_megatron.search.vllm_worker.WorkerExtension",
-            )
+        arguments = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # nothing of the folder's own sampling defaults
+            dtype=config.dtype,
+            enforce_eager=True,
+            max_model_len=max_length,
+            max_num_seqs=config.max_sequences + 1,  # one is kept free for what is to be scored
+            max_num_active_seqs=config.max_sequences,
+            max_num_batched_tokens=max(max_length, 16 * config.max_sequences),
+            tensor_parallel_size=workers,
+            distributed_executor_backend="mp" if workers > 1 else "uni",
+            scheduler_cls="tba_megatron.search.vllm_scheduler.SearchScheduler",
+            kv_cache_memory_bytes=config.kv_cache_bytes,
+            seed=seed,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            weight_transfer_config=WeightTransferConfig(backend="tba"),  # type: ignore[arg-type]
+            worker_extension_cls="tba_megatron.search.vllm_worker.WorkerExtension",
         )
+        try:
+            self._engine = LLMEngine.from_engine_args(arguments)
+        except ValueError as error:
+            said = " ".join(str(error).split())[:300]
+            raise EngineError(f"vLLM refuses search.engine for the model in {model}: {said}") from error
         self._behaviour_logprobs = behaviour_logprobs
         self._max_length = max_length
         self._vocab_size = self._engine.model_config.get_vocab_size()

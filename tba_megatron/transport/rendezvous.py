@@ -10,6 +10,7 @@ import msgspec
 from tba_megatron.errors import TransportError
 
 FILE = "rendezvous.json"
+HELD = ".start-"  # how folders in ``weights`` are called that hold a version for a searcher that starts
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from tba_megatron.models.hf_writer import PlannedFile, file_names, finish_folder
 from tba_megatron.transport.manifest import Entry, Layout, Manifest, check_layout, unpack, verify
 from tba_megatron.types import PolicyVersion
 
+_TRIES = 20
 _MARKER = "newest.json"
 _PARTIAL = ".partial"
 _LENGTH_BYTES = 8  # of a safetensors file, before its header
@@ -149,6 +150,37 @@ def newest(weights: Path) -> tuple[PolicyVersion, Path] | None:
             f"{marker} names no version; remove it, and the trainer writes it anew with its next version"
         ) from None
     return version, version_folder(weights, version)
+
+
+def hold_newest(weights: Path, held: Path) -> PolicyVersion:
+    """Links in the empty folder ``held`` to all files of the marked version, which is told.
+
+    WeightTransferError where none is marked, or one disappears again and again while it is linked to.
+    """
+    for _ in range(_TRIES):
+        found = newest(weights)
+        if found is None:
+            raise WeightTransferError(f"{weights} names no version to start from; is it on a disk that all share?")
+        version, folder = found
+        try:
+            for path in folder.iterdir():
+                _link(path, held / path.name)
+            return version
+        except FileNotFoundError:  # it was removed for a newer one
+            for path in held.iterdir():
+                path.unlink()
+        except OSError as error:
+            raise WeightTransferError(f"{folder} cannot be read: {_reason(error)}") from None
+    raise WeightTransferError(f"versions in {weights} leave faster than they can be linked to")
+
+
+def _link(path: Path, target: Path) -> None:
+    try:
+        os.link(path, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # not every file system has links
+        shutil.copyfile(path, target)
 
 
 def read_version(manifest: Manifest, folder: Path, staging: Sequence[Tensor]) -> None:

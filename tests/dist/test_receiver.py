@@ -47,6 +47,7 @@ class Cohort:
 
     def offer(self, manifest: Manifest, epoch: int = 0, data: bytes = b"") -> None:
         self.round += 1
+        Round(self.store, self.round, epoch, TIMEOUT_S).open()
         for i, receiver in enumerate(self.receivers):
             offer = Offer(
                 version=manifest.version,

@@ -52,6 +52,7 @@ class Place:
         self.world_size = 1 + receivers
 
     def offer(self, manifest: Manifest, epoch: int, rank: int = 1) -> Offer:
+        Round(self._store, epoch, epoch, LIMIT_S).open()
         return Offer(
             version=manifest.version,
             manifest=encode_manifest(manifest),

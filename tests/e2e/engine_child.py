@@ -24,7 +24,7 @@ from tba_megatron.config_sections import VllmEngineConfig
 from tba_megatron.search.engine import InFlight, ReceiveState
 from tba_megatron.transport.manifest import Manifest, build_buckets, encode_manifest
 from tba_megatron.transport.messages import Offer
-from tba_megatron.transport.round import host_store
+from tba_megatron.transport.round import Round, host_store
 from tba_megatron.transport.weights import Group, join_group, send_version
 from tba_megatron.types import PolicyVersion, TokenIds
 
@@ -227,10 +227,13 @@ class Sender:
         self._store, self._port = host_store("127.0.0.1", TIMEOUT_S)
 
     def offer(self, manifest: Manifest) -> Offer:
+        number = time.monotonic_ns()
+        assert self._store is not None
+        Round(self._store, number, self._epoch, TIMEOUT_S).open()
         return Offer(
             version=manifest.version,
             manifest=encode_manifest(manifest),
-            round=time.monotonic_ns(),
+            round=number,
             epoch=self._epoch,
             host="127.0.0.1",
             port=self._port,

@@ -47,9 +47,7 @@ def test_rounds_and_groups_do_not_hear_each_other(place):
     end(place, number=1, epoch=5).leave_part(0, 0, b"part")
     assert not end(place, number=2, epoch=5).has_posted(2)
     assert not end(place, number=1, epoch=6).has_posted(2)
-    assert (
-        end(place, number=1, epoch=6).part(0, 0) == b"part"
-    )  # the same for all groups of a round
+    assert end(place, number=1, epoch=6).part(0, 0) == b"part"  # the same for all groups of a round
 
 
 def test_a_sender_waits_for_the_opening_and_then_for_the_go(place):
