@@ -14,7 +14,7 @@ InFlight = Literal["recompute", "keep_kv", "drain"]  # search.in_flight
 
 
 class ReceiveState(StrEnum):
-    NONE = "none"  # nothing was offered
+    NONE = "none"  # nothing was offered, or what was is called off
     JOINING = "joining"  # the broadcast group is being formed
     POSTED = "posted"  # in the group, waiting for buckets
     STAGED = "staged"  # the whole version lies beside the engine, verified

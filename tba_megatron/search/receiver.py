@@ -15,7 +15,7 @@ from tba_megatron.errors import WeightTransferError, shown
 from tba_megatron.search.engine import ReceiveState, ReceiveStatus
 from tba_megatron.transport.manifest import Layout, Manifest, allocate, check_layout, decode_manifest, layout_of, unpack
 from tba_megatron.transport.messages import Offer
-from tba_megatron.transport.round import Round, connect, first_line
+from tba_megatron.transport.round import CalledOffError, Round, connect, first_line
 from tba_megatron.transport.weight_files import read_version
 from tba_megatron.transport.weights import Group, join_group, receive_version
 
@@ -88,6 +88,9 @@ class Receiver:
             return  # a newer one has come, which the trainer sends only when this round is over
         try:
             manifest = self._receive(ticket, offer, worker, timeout_s)
+        except CalledOffError:
+            self._leave_group()
+            self._tell(ticket, ReceiveStatus(state=ReceiveState.NONE))
         except (WeightTransferError, msgspec.DecodeError, RuntimeError, ValueError, TypeError, OverflowError) as error:
             self._leave_group()  # whatever torch says of a manifest that no trainer of ours would send
             self._tell(ticket, ReceiveStatus(state=ReceiveState.FAILED, reason=str(error)))

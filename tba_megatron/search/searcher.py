@@ -264,6 +264,7 @@ class Searcher:
         if status.state is ReceiveState.FAILED:
             _log.warning("version %s did not arrive: %s", offer.version, status.reason)
             self._control.send(ReceiveFailed(version=offer.version, round=offer.round, reason=status.reason))
+        if status.state in (ReceiveState.FAILED, ReceiveState.NONE):
             self._receiving, self._draining = None, False
 
     def _take_weights(self) -> None:

@@ -119,7 +119,7 @@ class PublishDesk:
         self.refused: PolicyVersion | None = None  # the last version that was not fit to be sent
         self._planned: PolicyVersion | None = None
         self._waiting: PolicyVersion | None = None  # due, but an older one is on its way
-        self._failures = 0  # rounds in a row in which nothing was delivered
+        self._failures = 0  # rounds in a row that brought nothing to anybody, through no searcher's fault
         self._not_before_s = -math.inf
         self._strikes: dict[str, _Strikes] = {}  # of searchers that fail again and again
         self._warned: set[tuple[str, PolicyVersion]] = set()  # searchers that were late, and what they run
@@ -196,7 +196,8 @@ class PublishDesk:
         deliveries = self._coordinator.take_deliveries()
         if deliveries:
             # What fails once is tried again at once, without who was late; what fails for good is tried now and then.
-            self._failures = self._failures + 1 if all(d.error for d in deliveries) else 0
+            nobodys_fault = all(delivery.error and not delivery.culprits for delivery in deliveries)
+            self._failures = self._failures + 1 if nobodys_fault else 0
             self._not_before_s = now_s + _pause_s(self._failures, self._config.timeout_s)
         for delivery in deliveries:
             if delivery.error:

@@ -36,6 +36,10 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
         ) from None
 
 
+class CalledOffError(WeightTransferError):
+    """It is about another member: whoever hears it has done nothing wrong, and will be offered a version again."""
+
+
 class Round:
     """Round ``number``, seen from one end. Receivers and progress are those of the group of ``epoch``.
 
@@ -144,7 +148,7 @@ class Round:
         except (RuntimeError, dist.DistError) as error:
             raise WeightTransferError(f"{complaint} within {self._timeout_s:g} s: {first_line(error)}") from None
         if word != _GO:
-            raise WeightTransferError("rank 0 called it off")
+            raise CalledOffError("rank 0 called it off")
 
     def _delete(self, store: PrefixStore, key: str) -> None:
         try:

@@ -60,6 +60,8 @@ def search(name: str, model: Path, folder: Path, dies_at: str | None) -> None:
             engine.apply()
             control.send(Applied(version=str(engine.version), pause_s=0.0))
             receiving = False
+        elif receiving and status.state is ReceiveState.NONE:
+            receiving = False
         elif receiving and status.state is ReceiveState.FAILED:
             control.send(ReceiveFailed(version=offered, round=number, reason=status.reason))
             receiving = False

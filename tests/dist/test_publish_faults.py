@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,43 @@ def test_a_stage_that_dies_while_it_sends_is_an_outcome_of_the_others_too(sizes,
     assert sorted(found) == ["0.1", "0.3"]
     assert_equal_weights(found["0.3"], tiny.whole([weights for _, _, weights in ranks]))
     assert all(torch.isfinite(tensor).all() for tensor in found["0.3"].values())
+
+
+def misfit_search(model: Path, folder: Path) -> None:
+    """A searcher whose engine needs a tensor that nobody sends."""
+
+    def refuses(self, manifest) -> None:
+        raise receiver_module.WeightTransferError(f"version {manifest.version} does not fit the engine")
+
+    receiver_module.Receiver._check_fit = refuses
+    search("misfit", model, folder, None)
+
+
+def test_a_searcher_that_can_never_take_a_version_is_named_and_starves_nobody(model, tmp_path):
+    def body(groups):
+        lines = listening()
+        desk = Desk(groups, {}, model, tmp_path, 2)
+        versions = []
+        for step in range(1, 30):
+            version = PolicyVersion(0, step)
+            if desk.publish(version) is not None:
+                desk.control.wait_until(lambda members: any(m.version.step for m in members), 1.0)
+            versions.append({m.searcher: m.version.step for m in desk.control.members()})
+            time.sleep(0.05)
+        counts = desk.counts()
+        desk.close()
+        return lines, versions[-1], counts
+
+    fork = multiprocessing.get_context("fork")
+    misfit = fork.Process(target=misfit_search, args=(model, tmp_path))
+    misfit.start()
+    try:
+        with searchers(model, tmp_path, a=None):
+            ((lines, last, (published, failed)),) = run_ranks(body)
+    finally:
+        misfit.kill()
+        misfit.join()
+    assert last["misfit"] == 0 and last["a"] > 10
+    assert published > 10 and 2 <= failed < 10
+    assert any("searcher misfit" in line and "does not fit the engine" in line for line in lines)
+    assert not any("not ready to receive: searcher a" in line for line in lines)

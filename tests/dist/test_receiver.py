@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -215,3 +216,23 @@ def test_forming_groups_again_and_again_leaks_nothing(request):
         assert_failed(ended, "checksum") if epoch % 2 else assert_staged(cohort)
         used.append(np.array([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))]))
     assert (used[-1] <= used[3]).all(), f"descriptors and threads: {used[3].tolist()} became {used[-1].tolist()}"
+
+
+def test_an_offer_returns_at_once_while_an_older_receive_waits_and_only_the_newest_counts():
+    cohort = Cohort()
+    old, _ = build_buckets(V1, named(), 100, owner=0)
+    manifest, buckets = build_buckets(PolicyVersion(0, 2), named(), 100, owner=0)
+    cohort.offer(old)  # no sender joins this group
+    older = [receiver._thread for receiver in cohort.receivers]
+    cohort.offer(manifest, epoch=1)
+    assert all(thread is not None and thread.is_alive() for thread in older)
+    assert all(receiver.poll().state is ReceiveState.JOINING for receiver in cohort.receivers)
+    with contextlib.suppress(WeightTransferError):
+        cohort.join(epoch=0).close()  # the old group forms and ends: then the newer offer has its turn
+    group = cohort.join(epoch=1)
+    send_version(group, manifest, buckets)
+    cohort.ends()
+    for receiver in cohort.receivers:
+        assert receiver.poll().state is ReceiveState.STAGED
+        assert receiver.take()[0].version == "0.2"
+    group.close()

@@ -566,3 +566,25 @@ def draw_facts(ages, *, off_branch=0, truncated=0, tokens=0, first_time=0, compl
 )
 def test_quantile_is_the_smallest_value_with_that_share_at_or_below(counts, q, expected):
     assert quantile(counts, q) == expected
+
+
+def test_in_lock_step_visits_that_bring_too_little_are_followed_by_more(tmp_path):
+    desk = Desk(tmp_path, "weights.mode=sync")
+    desk.control.change("a", version=PolicyVersion(0, 1))
+    assert desk.decide(1).action is Action.WAIT
+    assert desk.decide(1, prompts=ENOUGH - 1, arrived={0: ENOUGH}).action is Action.WAIT
+    assert desk.control.allowed == [0, ENOUGH, ENOUGH]
+    assert desk.decide(1, arrived={1: ENOUGH}).action is Action.TRAIN
+
+
+def test_a_final_version_that_is_not_fit_to_be_sent_does_not_hold_up_the_end(tmp_path, clock):
+    desk = Desk(tmp_path, "evaluation.problems=4")
+    desk.publishing.refused = PolicyVersion(0, 4)
+    assert desk.decide(4).action is Action.STOP
+
+
+def test_a_final_version_that_no_searcher_can_take_in_does_not_hold_up_the_end(tmp_path, clock):
+    desk = Desk(tmp_path, "evaluation.problems=4")
+    failures = iter(range(100))
+    desk.control.receive_failures = lambda: next(failures)
+    assert Action.STOP in [desk.decide(4).action for _ in range(5)]

@@ -72,3 +72,13 @@ def test_a_searcher_that_evaluates_is_not_waited_for(tmp_path):
     turns, allowance = lockstep(tmp_path, every=1)
     assert not turns.may_train(version(1), [*fleet(1), *fleet(0, evaluating=True)], 0)
     assert allowance.given == [0, 4]
+
+
+def test_a_turn_that_brought_too_little_asks_for_as_many_prompts_again(tmp_path):
+    turns, allowance = lockstep(tmp_path, every=1)
+    turns.may_train(version(1), fleet(1), 0)
+    assert turns.may_train(version(1), fleet(1), 4)
+    turns.extend(4)
+    assert allowance.given == [0, 4, 4]
+    assert not turns.may_train(version(1), fleet(1), 7)
+    assert turns.may_train(version(1), fleet(1), 8)

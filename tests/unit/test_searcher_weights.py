@@ -160,3 +160,42 @@ def test_a_version_that_is_damaged_is_told_and_the_old_one_goes_on(weights, hand
     assert failed.version == "0.1" and "checksum" in failed.reason
     assert set(versions(ran)) == {V0} and engine.version == V0
     assert not control.heard_of(Applied)
+
+
+def test_drain_goes_on_draining_when_a_newer_version_is_offered_before_the_engine_is_empty(weights, handlers, tmp_path):  # noqa: F811
+    first = offered(tmp_path / "published")
+
+    config = config_of(
+        search={
+            "engine": {"kind": "fake"},
+            "completions_per_prompt": S,
+            "max_new_tokens": 6,
+            "prompts_in_engine": 4,
+            "in_flight": "drain",
+        },
+        transport={"heartbeat_s": 1e-9, "lease_s": 10.0},
+    )
+    engine = Slow(
+        weights,
+        FakeEngineConfig(tokens_per_step=1),
+        version=V0,
+        seed=0,
+        answer=searching.right_answer,
+        in_flight="drain",
+    )
+    script = searching.until(60 * S, prompts=60)
+    offers = 0
+
+    def answer(message: FromSearcher) -> Iterable[ToSearcher]:
+        nonlocal offers
+        yield from script._answer(message)
+        # The same version again and again, each before the last can be applied.
+        if isinstance(message, Heartbeat) and message.generated and offers < 40 and engine.version == V0:
+            offers += 1
+            yield first
+
+    engine.poll_receive = _until_decided(engine)  # type: ignore[method-assign]
+    ran = run_here(config, engine, Script(answer))
+    assert engine.applied_with[0] == 0 and engine.version == V1
+    assert offers < 40  # it was applied long before the offers ended
+    assert V1 in versions(ran)

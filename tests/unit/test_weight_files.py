@@ -31,6 +31,7 @@ from tba_megatron.transport.manifest import (
 from tba_megatron.transport.messages import Offer
 from tba_megatron.transport.weight_files import (
     finish_version,
+    hold_newest,
     newest,
     partial_of,
     read_version,
@@ -262,3 +263,41 @@ def test_a_stage_whose_file_is_not_there_is_named(weights):
     with pytest.raises(WeightTransferError, match=r"0\.1 cannot be finished: \S+model-00002-of-00002\.safetensors was"):
         finish_version(partial, version_folder(weights, V1), part, 2)
     assert json.loads((partial / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_version_that_is_held_can_be_read_after_the_trainer_has_removed_it(weights, tmp_path):
+    manifest, _ = write(weights, V1)
+    write_marker(weights, V1)
+    held = tmp_path / "held"
+    held.mkdir()
+    assert hold_newest(weights, held) == V1
+    for version in (V2, V3):
+        write(weights, version)
+        write_marker(weights, version)
+    remove_old(weights, keep=1)
+    assert not version_folder(weights, V1).exists()
+    staging = allocate(layout_of(manifest), CPU)
+    read_version(manifest, held, staging)
+
+
+def test_a_version_that_disappears_while_it_is_held_is_given_up_for_the_marked_one(weights, tmp_path, monkeypatch):
+    write(weights, V1)
+    write_marker(weights, V1)
+    held, link = tmp_path / "held", os.link
+    held.mkdir()
+
+    def vanishes(source, target):
+        if Path(source).parent == version_folder(weights, V1):
+            write(weights, V2)
+            write_marker(weights, V2)
+            remove_old(weights, keep=1)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", vanishes)
+    assert hold_newest(weights, held) == V2
+    assert {path.name for path in held.iterdir()} == {path.name for path in version_folder(weights, V2).iterdir()}
+
+
+def test_where_no_version_is_marked_there_is_one_line(weights, tmp_path):
+    with pytest.raises(WeightTransferError, match="names no version to start from"):
+        hold_newest(weights, tmp_path)
