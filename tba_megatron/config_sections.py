@@ -280,7 +280,7 @@ class WeightsConfig(Section):
     transport: Literal["broadcast", "files"] = "broadcast"
     """``files``: each version is a folder in ``weights`` of the run folder, on a disk that all share; no groups."""
     cohort_size: Count = 64
-    """Searchers of one broadcast group. One that is lost holds up its own cohort alone, until the deadline."""
+    """Searchers of one broadcast group. When one is lost, its own group alone is formed anew."""
     bucket_bytes: Count = 64 << 20
     timeout_s: Positive = 60.0
     """Deadline of each wait: for a group to form, for searchers to get ready, for one bucket, for a version to be
@@ -289,7 +289,7 @@ class WeightsConfig(Section):
     """Length of a fixed sequence that trainer and searcher score with every version, cut to what fits; 0: no probe."""
     probe_gap_nats: Positive = 0.05
     """Mean difference of their log-probs above which an alert is raised and the version is sent again. Float32 engines
-    agree to 1e-4; bfloat16 is off by 0.02."""
+    agree to 1e-6 on CPU; bfloat16 is off by 0.02."""
 
 
 class TransportConfig(Section):

@@ -1,4 +1,4 @@
-"""Publishing: a snapshot at the step boundary is the only pause, threads do the rest.
+"""Publishing: a snapshot at the step boundary (and the probe) is what training waits for; threads do the rest.
 
 Rank 0 plans a publish when its last one has left, so a version that was never sent is replaced by a newer one without
 a queue. Every rank of a replica that serves a cohort takes part in the snapshot; its stage leaders send it.

@@ -1,4 +1,4 @@
-"""A version cut out of the policy at a step boundary: the one moment at which training waits for publishing.
+"""A version cut out of the policy at a step boundary, the moment at which training waits for publishing.
 
 So nothing happens here that can happen later: each parameter is copied once, in the searchers' dtype, straight to its
 place in a bucket that was allocated long ago. Whether all is finite, and checksums, are the sender thread's business.
