@@ -89,10 +89,10 @@ def _stored_summary(folder: Path) -> dict[str, object]:
     path = folder / SUMMARY
     try:
         summary = json.loads(path.read_text())
-        msgspec.convert(summary, RunResult)
+        result = msgspec.convert(summary, RunResult)  # what an older one lacks has its default
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} cannot be read ({error}); remove it and start again") from None
-    return summary
+    return {**summary, **msgspec.structs.asdict(result)}
 
 
 def _has_searchers(config: Config) -> bool:
@@ -186,8 +186,10 @@ def print_summary(summary: dict[str, object], stream: TextIO) -> None:
         "trainer waited": _percent(summary["trainer_wait_fraction"]),
         "searchers idle": _percent(summary["searcher_idle_fraction"]),
         "weight versions published": summary["weight_versions"],
+        "transfers failed / probe alerts": f"{summary['weight_transfers_failed']} / {summary['probe_alerts']}",
         "rollouts generated": summary["rollouts_generated"],
         "  trained": summary["rollouts_trained"],
+        "  of all draws, first uses": _percent(summary["first_time_share"]),
         "  held untrained": summary["rollouts_held_untrained"],
         "  discarded": discarded,
         "  in flight / lost": f"{summary['rollouts_in_flight']} / {summary['rollouts_lost']}",
