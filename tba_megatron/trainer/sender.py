@@ -134,6 +134,7 @@ class Sender:
                         error = self._serve(snapshot, rounds[epoch], plan, cohort) if opened else ""
                         rounds[epoch].leave_outcome(stage, error)
                         del waiting[epoch]
+                        deadline_s = time.monotonic() + 3 * timeout_s
                         if error:
                             self._leave(epoch)
                 time.sleep(_POLL_S)
