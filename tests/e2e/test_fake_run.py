@@ -128,6 +128,7 @@ def test_a_run_in_lock_step_trains_on_its_own_version_alone_and_files_bring_what
         *SETTINGS,
         "search.searchers=2",
         f"weights.mode={mode}",
+        "weights.publish_every_steps=1",
         f"weights.transport={transport}",
     )
     assert done.returncode == 0, done.stdout + done.stderr
