@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 GOODBYE_S = 20.0  # how long searchers may take to leave
 FINAL_TRIES = 3  # of sending the final version to searchers, before the run ends without measuring it
+STARTING_S = 60.0  # what a searcher may need to start and join; a run at its end waits for one this long, or a lease
 QUIET_S = 30.0  # a warning after this long without anything to train on
 
 
@@ -224,7 +225,8 @@ class Chief:
         if undeliverable:
             _log.warning("the final version could not be sent in %d tries; it is not measured", FINAL_TRIES)
         # A resumed run can be at its end before the first searcher has joined.
-        alone = not members and time.monotonic() - self._finished_s > self._config.transport.lease_s
+        alone_s = time.monotonic() - self._finished_s
+        alone = not members and alone_s > max(self._config.transport.lease_s, STARTING_S)
         if measured or alone or undeliverable:
             return self._plan(Action.STOP, step, save=save)
         self._ask_for_evaluation(final)

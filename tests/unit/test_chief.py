@@ -419,6 +419,8 @@ def test_the_end_does_not_wait_for_searchers_that_never_come(clock, tmp_path):
     desk.control.fleet = []
     assert desk.decide(4).action is Action.WAIT
     clock.now_s += desk.config.transport.lease_s + 1
+    assert desk.decide(4).action is Action.WAIT  # one may be starting
+    clock.now_s += chief_module.STARTING_S
     assert desk.decide(4).action is Action.STOP
     assert desk.chief.result(4).accuracy_after is None
 

@@ -25,26 +25,36 @@ def end(place, number: int = 0, epoch: int = 0, timeout_s: float = LIMIT_S) -> R
     return Round(connect(HOST, place[1], LIMIT_S), number, epoch, timeout_s)
 
 
+def settled(speaker: Round) -> None:
+    """What ``speaker`` has said is in the store: a question is answered after all that came before it."""
+    speaker.opened()
+
+
 def test_rank_0_hears_what_senders_and_receivers_say(place):
     rank_0, other = end(place), end(place)
     assert (rank_0.part(0, 0), rank_0.outcome(0), rank_0.has_posted(2), rank_0.reached(2)) == (None, None, False, 0)
     other.leave_part(0, 0, b"\x00\xff")
     assert not rank_0.is_ready(2) and other.opened() is None
     other.say_ready(2)
+    settled(other)
     assert rank_0.is_ready(2)
     rank_0.open()
+    settled(rank_0)
     assert other.opened()
     other.post(2)
     other.reach(2, 4)
     other.leave_outcome(0, "")
     other.leave_outcome(1, "no room")
+    settled(other)
     assert (rank_0.part(0, 0), rank_0.outcome(0), rank_0.outcome(1)) == (b"\x00\xff", "", "no room")
     assert (rank_0.has_posted(2), rank_0.has_posted(3), rank_0.reached(2)) == (True, False, 5)
 
 
 def test_rounds_and_groups_do_not_hear_each_other(place):
-    end(place, number=1, epoch=5).post(2)
-    end(place, number=1, epoch=5).leave_part(0, 0, b"part")
+    first = end(place, number=1, epoch=5)
+    first.post(2)
+    first.leave_part(0, 0, b"part")
+    settled(first)
     assert not end(place, number=2, epoch=5).has_posted(2)
     assert not end(place, number=1, epoch=6).has_posted(2)
     assert end(place, number=1, epoch=6).part(0, 0) == b"part"  # the same for all groups of a round
@@ -69,7 +79,9 @@ def test_a_sender_waits_for_the_opening_and_then_for_the_go(place):
 
 
 def test_a_round_that_is_called_off_ends_both_waits_at_once(place):
-    end(place).call_off()
+    rank_0 = end(place)
+    rank_0.call_off()
+    settled(rank_0)
     assert end(place).opened() is False
     for wait in (end(place).wait_for_opening, end(place).wait_for_go):
         with pytest.raises(WeightTransferError, match="rank 0 called it off"):
@@ -95,6 +107,8 @@ def test_a_round_that_is_forgotten_leaves_nothing_in_the_store(place):
         rank_0.post(rank)
         rank_0.reach(rank, 0)
     rank_0.leave_outcome(0, "")
+    settled(rank_0)
     assert store.num_keys() > before
     rank_0.forget(0, 1, range(1, 3))
+    settled(rank_0)
     assert store.num_keys() == before
