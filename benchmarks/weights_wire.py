@@ -226,7 +226,7 @@ class Desk:
         failures = [reason for _, reason in answers if reason]
         if failures or not self.control.wait_until(lambda members: all(m.version == version for m in members), LIMIT_S):
             raise RuntimeError(f"version {version} did not arrive: {failures}")
-        snapshot_s = self.publisher.last_snapshot_s
+        snapshot_s = self.publisher.take_snapshot_s()
         return max(arrived_s for arrived_s, _ in answers) - started_s - snapshot_s, snapshot_s
 
     def close(self) -> None:

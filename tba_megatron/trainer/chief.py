@@ -1,7 +1,6 @@
 """Rank 0's head: what happens next, what is known about the run, and what is reported.
 
-``decide`` is the only place that chooses between train, wait, save and stop. Everything else here is bookkeeping:
-the ledger, waiting times, ages, evaluations, metrics.
+``decide`` alone chooses between train, wait, save and stop. The rest is bookkeeping: ledger, waiting, ages, metrics.
 """
 
 from __future__ import annotations
@@ -225,8 +224,8 @@ class Chief:
         if undeliverable:
             _log.warning("the final version could not be sent in %d tries; it is not measured", FINAL_TRIES)
         # A resumed run can be at its end before the first searcher has joined.
-        alone_s = time.monotonic() - self._finished_s
-        alone = not members and alone_s > max(self._config.transport.lease_s, STARTING_S)
+        patience_s = max(self._config.transport.lease_s, STARTING_S)
+        alone = not members and time.monotonic() - self._finished_s > patience_s
         if measured or alone or undeliverable:
             return self._plan(Action.STOP, step, save=save)
         self._ask_for_evaluation(final)
@@ -269,8 +268,8 @@ class Chief:
         self._received_tokens += sum(note.received_tokens for note in notes)
         self._control.note(arrived=dict(arrived), fresh_prompts=self._fresh_prompts)
         self._sending = any(note.sending for note in notes)
-        self._snapshot_s = max(note.snapshot_s for note in notes)
-        self._probe_s = max(note.probe_s for note in notes)
+        self._snapshot_s += max(note.snapshot_s for note in notes)
+        self._probe_s += max(note.probe_s for note in notes)
         for version, logprobs in (note.probe for note in notes if note.probe is not None):
             self._probes.know(PolicyVersion.parse(version), logprobs)
         self._probes.compare()
@@ -353,6 +352,7 @@ class Chief:
             metrics["rollout/len_received"] = self._received_tokens / self._received_rollouts
         self._received_rollouts, self._received_tokens = 0, 0
         self._log.log(step, metrics)
+        self._snapshot_s = self._probe_s = 0.0
         every = self._config.metrics.sample_rollouts_every_steps
         if every and step % every == 0:
             self._log_samples(step)

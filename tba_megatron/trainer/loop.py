@@ -141,11 +141,11 @@ class TrainLoop:
             signal=self._signal,
             save_written=self._save_written,
             sending=self._publisher.sending,
-            snapshot_s=self._publisher.last_snapshot_s,
+            snapshot_s=self._publisher.take_snapshot_s(),
             probe_s=self._probe_s,
             probe=self._probed,
         )
-        self._probed = None
+        self._probed, self._probe_s = None, 0.0
         notes = gather_on_all(note, self._groups)
         failures = dict.fromkeys(note.failure for note in notes if note.failure)
         if failures:

@@ -63,12 +63,17 @@ class Publisher:
             weights=files.weights,
         )
         self._sender = Sender(config, place) if groups.tp_rank == 0 else None
-        self.last_snapshot_s = 0.0
+        self._snapshot_s = 0.0
 
     @property
     def sending(self) -> bool:
         """Whether the last snapshot of this rank is still on its way."""
         return self._sender is not None and self._sender.busy
+
+    def take_snapshot_s(self) -> float:
+        """Seconds that snapshots have taken since the last call."""
+        taken_s, self._snapshot_s = self._snapshot_s, 0.0
+        return taken_s
 
     def publish(self, policy: Policy, version: PolicyVersion, plan: PublishPlan) -> None:
         """Cut the snapshot and hand it to the sender thread; a collective over each replica that serves a cohort."""
@@ -79,7 +84,7 @@ class Publisher:
             self._sender.wait()
         started_s = time.monotonic()
         snapshot = self._snapshotter.take(policy.chunks, version)
-        self.last_snapshot_s = time.monotonic() - started_s
+        self._snapshot_s += time.monotonic() - started_s
         if self._sender is not None and snapshot is not None:
             self._sender.begin(snapshot, plan, cohorts)
 
