@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -204,6 +203,14 @@ def test_a_new_store_may_count_its_epochs_anew():
         assert_staged(cohort)
 
 
+def _open_now(cohort: Cohort) -> tuple[int, int]:
+    """(descriptors, threads) of this process once the receivers' threads have ended."""
+    for receiver in cohort.receivers:
+        if receiver._thread is not None:
+            receiver._thread.join(LIMIT_S)
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
 def test_forming_groups_again_and_again_leaks_nothing(request):
     cohort, used = Cohort(), []
     gc.collect()
@@ -214,8 +221,12 @@ def test_forming_groups_again_and_again_leaks_nothing(request):
         buckets[2][3] ^= epoch % 2  # every other group is left after a failure
         ended = cohort.publish(manifest, buckets, epoch)
         assert_failed(ended, "checksum") if epoch % 2 else assert_staged(cohort)
-        used.append(np.array([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))]))
-    assert (used[-1] <= used[3]).all(), f"descriptors and threads: {used[3].tolist()} became {used[-1].tolist()}"
+        used.append(_open_now(cohort))
+    deadline = time.monotonic() + LIMIT_S
+    while not (np.array(_open_now(cohort)) <= used[3]).all() and time.monotonic() < deadline:
+        time.sleep(0.05)  # threads that have said their last word are still on their way out
+    last = _open_now(cohort)
+    assert (np.array(last) <= used[3]).all(), f"descriptors and threads: {used[3]} became {last}"
 
 
 def test_an_offer_returns_at_once_while_an_older_receive_waits_and_only_the_newest_counts():
