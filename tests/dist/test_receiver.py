@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
