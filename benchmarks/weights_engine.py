@@ -17,7 +17,8 @@ from typing import Any
 
 from benchmarks.ranks import build_model, run_ranks
 from benchmarks.weights_wire import LIMIT_S, Desk, hear, join, milliseconds, receivers
-from tba_megatron.config_sections import TrainerConfig, VllmEngineConfig
+from tba_megatron.config_search import VllmEngineConfig
+from tba_megatron.config_sections import TrainerConfig
 from tba_megatron.dist import Groups
 from tba_megatron.types import PolicyVersion, SamplingSettings
 

@@ -11,20 +11,26 @@ from typing import Self
 
 from pydantic import model_validator
 
+from tba_megatron.config_search import (
+    MAIN_SOURCE,
+    AddressRendezvous,
+    EvaluationConfig,
+    LaunchConfig,
+    NewestPolicy,
+    SearchConfig,
+    TransportConfig,
+    VllmEngineConfig,
+)
 from tba_megatron.config_sections import (
     BufferConfig,
-    EvaluationConfig,
     MetricsConfig,
     ModelConfig,
     ObjectiveConfig,
     RunConfig,
-    SearchConfig,
     Section,
     SftConfig,
     TaskConfig,
     TrainerConfig,
-    TransportConfig,
-    VllmEngineConfig,
     WeightsConfig,
 )
 
@@ -44,6 +50,7 @@ class Config(Section):
     search: SearchConfig = SearchConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     metrics: MetricsConfig = MetricsConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @property
     def start_model(self) -> Path:
@@ -135,9 +142,56 @@ class Config(Section):
                 "search.in_flight: keep_kv gives log-probs that are no version's own, which search.behaviour_logprobs "
                 "would store; choose recompute or drain, or leave behaviour_logprobs false",
             ),
+            *self._transport_rules(),
+            *self._source_rules(),
             (
                 self.model.init == "random" and self.sft.steps == 0,
                 "model.init: random weights with sft.steps 0 leave nothing to sharpen; set sft.steps or "
                 "model.init to pretrained",
+            ),
+        ]
+
+    def _transport_rules(self) -> list[tuple[bool, str]]:
+        t = self.transport
+        return [
+            (
+                t.sockets == "ipc" and t.control_port != 0,
+                f"transport.control_port: {t.control_port} has no effect with transport.sockets ipc; set "
+                f"transport.sockets to tcp or leave the port out",
+            ),
+            (
+                isinstance(t.rendezvous, AddressRendezvous) and (t.sockets == "ipc" or t.control_port == 0),
+                "transport.rendezvous: with kind address searchers dial transport.host and transport.control_port; set "
+                "transport.sockets to tcp and transport.control_port to a port",
+            ),
+            (
+                t.heartbeat_s > t.lease_s / 3,
+                f"transport.heartbeat_s: {t.heartbeat_s:g} is more than a third of transport.lease_s ({t.lease_s:g}), "
+                f"so that two late heartbeats would lose a searcher; lower it to at most {t.lease_s / 3:g}",
+            ),
+        ]
+
+    def _source_rules(self) -> list[tuple[bool, str]]:
+        s = self.search
+        lags = [name for name, source in s.sources.items() if not isinstance(source.policy, NewestPolicy)]
+        return [
+            (
+                s.source != MAIN_SOURCE and s.source not in s.sources,
+                f"search.source: {s.source} is none of search.sources ({', '.join(s.sources) or 'which is empty'}); "
+                f"name one of them, or {MAIN_SOURCE}",
+            ),
+            (
+                MAIN_SOURCE in s.sources,
+                f"search.sources: {MAIN_SOURCE} is the name of those that search.searchers counts; choose another",
+            ),
+            (
+                self.weights.mode == "sync" and bool(lags),
+                f"weights.mode: sync waits until every searcher runs the newest version, which {', '.join(lags)} of "
+                f"search.sources never does; choose async, or leave the policy of that source out",
+            ),
+            (
+                s.absent_warning_s > s.absent_limit_s,
+                f"search.absent_warning_s: {s.absent_warning_s:g} comes after search.absent_limit_s "
+                f"({s.absent_limit_s:g}), when the run has ended; lower the first",
             ),
         ]

@@ -11,7 +11,7 @@ import json
 from tba_megatron.cli.common import start_logging
 from tba_megatron.cli.search import make_engine
 from tba_megatron.config import Config
-from tba_megatron.config_sections import VllmEngineConfig
+from tba_megatron.config_search import VllmEngineConfig
 from tba_megatron.dist import prepare_searcher_environment
 from tba_megatron.errors import ConfigError
 from tba_megatron.models.tokenizer import HfTokenizer

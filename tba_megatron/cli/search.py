@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tba_megatron.cli.common import start_logging
 from tba_megatron.config import Config
-from tba_megatron.config_sections import VllmEngineConfig
+from tba_megatron.config_search import VllmEngineConfig
 from tba_megatron.dist import keep_freed_memory, prepare_searcher_environment
 from tba_megatron.errors import EngineError, TransportError
 from tba_megatron.models.tokenizer import HfTokenizer

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tba_megatron.config_sections import EvaluationConfig
+from tba_megatron.config_search import EvaluationConfig
 from tba_megatron.tasks.base import Task
 from tba_megatron.types import Engine, SamplingSettings
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tba_megatron.config_sections import FakeEngineConfig
+from tba_megatron.config_search import FakeEngineConfig
 from tba_megatron.errors import EngineError
 from tba_megatron.models.hf_folder import list_tensors
 from tba_megatron.search.engine import InFlight, ReceiveStatus

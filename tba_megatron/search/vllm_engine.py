@@ -23,7 +23,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from tba_megatron.config_sections import VllmEngineConfig
+from tba_megatron.config_search import VllmEngineConfig
 from tba_megatron.errors import EngineError
 from tba_megatron.search.engine import InFlight, ReceiveState, ReceiveStatus
 from tba_megatron.search.vllm_scheduler import SearchScheduler

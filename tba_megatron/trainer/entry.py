@@ -11,7 +11,8 @@ from tba_megatron.buffer.sampler import make_sampler
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.buffer.stored_shard import REPLAY, StoredShard, generations
 from tba_megatron.config import Config
-from tba_megatron.config_sections import SearcherData, SegmentsConfig, VllmEngineConfig
+from tba_megatron.config_search import VllmEngineConfig
+from tba_megatron.config_sections import SearcherData, SegmentsConfig
 from tba_megatron.dist import Groups, prepare_weight_groups
 from tba_megatron.loss.registry import make_loss
 from tba_megatron.trainer import checkpoint

@@ -15,7 +15,8 @@ import torch
 from publishing import LIMIT_S, TOKEN, PublishingRank
 from ranks import run_ranks
 
-from tba_megatron.config_sections import FakeEngineConfig, WeightsConfig
+from tba_megatron.config_search import FakeEngineConfig
+from tba_megatron.config_sections import WeightsConfig
 from tba_megatron.search.engine import ReceiveState
 from tba_megatron.search.fake_engine import FakeEngine
 from tba_megatron.transport.control_client import ControlClient

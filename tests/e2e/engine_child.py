@@ -20,7 +20,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from tba_megatron.config_sections import VllmEngineConfig
+from tba_megatron.config_search import VllmEngineConfig
 from tba_megatron.search.engine import InFlight, ReceiveState
 from tba_megatron.transport.manifest import Manifest, build_buckets, encode_manifest
 from tba_megatron.transport.messages import Offer

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tba_megatron.config_sections import FakeEngineConfig
+from tba_megatron.config_search import FakeEngineConfig
 from tba_megatron.errors import EngineError
 from tba_megatron.search.engine import ReceiveState
 from tba_megatron.search.fake_engine import FakeEngine

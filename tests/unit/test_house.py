@@ -14,6 +14,7 @@ FILES = sorted(path for folder in ("tba_megatron", "megatron_patches") for path 
 FLOORS = [
     {"types", "errors", "ragged"},
     {"rollout_batch", "config_sections"},
+    {"config_search"},
     {"config"},
     {"config_load"},
     {"dist", "metrics", "tasks", "kernels", "models"},
@@ -35,7 +36,7 @@ CLOSED_DOORS = {
     *(("buffer", library) for library in ("torch.distributed", "tokenizers", "transformers")),
     ("loss", "torch.distributed"),
     ("tasks", "torch"),
-    *((room, library) for rooms in FLOORS[:4] for room in rooms for library in ("torch", "transformers")),
+    *((room, library) for rooms in FLOORS[:5] for room in rooms for library in ("torch", "transformers")),
 }
 
 LIBRARY_HOMES = {

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from tba_megatron.config import Config
-from tba_megatron.config_sections import CopyTask, FakeEngineConfig
+from tba_megatron.config_search import FakeEngineConfig
+from tba_megatron.config_sections import CopyTask
 from tba_megatron.errors import TransportError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.fake_engine import FakeEngine

@@ -12,7 +12,7 @@ import test_searcher as searching
 import torch
 from test_searcher import S, Script, config_of, handlers, run_here, weights  # noqa: F401  (fixtures)
 
-from tba_megatron.config_sections import FakeEngineConfig
+from tba_megatron.config_search import FakeEngineConfig
 from tba_megatron.search.fake_engine import FakeEngine
 from tba_megatron.transport.manifest import allocate, describe, encode_manifest, plan_layout
 from tba_megatron.transport.messages import (
