@@ -172,7 +172,7 @@ class EvaluationConfig(Section):
 
 
 class LaunchConfig(Section):
-    """What ``tba launch`` does about a role that fails. After exit code 2 (a bad configuration) none is started again."""
+    """What ``tba launch`` does about a role that fails. After exit code 2 (bad configuration) none is started again."""
 
     searcher_restarts: CountOrZero = 3
     """Of one searcher within ``window_s``; with one failure more the run ends."""

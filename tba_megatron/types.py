@@ -18,6 +18,9 @@ TokenIds = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 
+FOREIGN_ATTEMPT = 1 << 21  # no run has so many attempts: those from here on mark versions of another policy
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class PolicyVersion:
     """The policy after optimizer step ``step`` of attempt ``attempt``; ordered, and never re-used.
@@ -36,6 +39,19 @@ class PolicyVersion:
         """The version whose ``str`` is ``text``; ValueError for anything else."""
         attempt, _, step = text.partition(".")
         return PolicyVersion(int(attempt), int(step))
+
+    @property
+    def is_foreign(self) -> bool:
+        """Written by a policy that was never trained here, while the trainer's newest version was ``era``."""
+        return self.attempt >= FOREIGN_ATTEMPT
+
+    @property
+    def era(self) -> PolicyVersion:
+        """The trainer's version of that time; of its own versions, themselves."""
+        return PolicyVersion(self.attempt % FOREIGN_ATTEMPT, self.step)
+
+    def as_foreign(self) -> PolicyVersion:
+        return PolicyVersion(FOREIGN_ATTEMPT + self.era.attempt, self.step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
