@@ -31,6 +31,7 @@ from tba_megatron.dist import keep_freed_memory
 from tba_megatron.rollout_batch import RolloutBatch
 from tba_megatron.transport.rollout_sender import RolloutSender
 from tba_megatron.transport.rollouts import RolloutReceiver
+from tba_megatron.transport.sockets import Listen, sockets_folder
 from tba_megatron.types import (
     PolicyHistory,
     PolicySpan,
@@ -167,11 +168,16 @@ def _out(shard: ReplayShard, step: int, sizes: Sizes) -> Rate:
     return Rate(rollouts=n * PROMPTS_A_STEP * K, wall_s=wall_s, cpu_s=time.process_time() - cpu_s)
 
 
+def listen() -> Listen:
+    """On ipc, as runs on one host do."""
+    return Listen(sockets="ipc", host="127.0.0.1", folder=sockets_folder(Path("benchmark")) / "attempt")
+
+
 def receive(stored: StoredShard, sizes: Sizes, run: str, step: int) -> Rate:
     """What the senders send, taken in; without the warm-up."""
     groups, warm_up = sizes.groups_of_sender(sizes.rollouts), sizes.groups_of_sender(sizes.warm_up)
     with ExitStack() as stack:
-        receiver = RolloutReceiver("127.0.0.1", TOKEN, log=stored.log)
+        receiver = RolloutReceiver(listen(), TOKEN, log=stored.log)
         stack.callback(receiver.close)
         common = asdict(sizes) | {"address": receiver.address, "run": run, "step": step, "groups": groups}
         settings = [common | {"sender": s, "warm_up_groups": warm_up} for s in range(sizes.senders)]

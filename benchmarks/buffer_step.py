@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.buffer_held import TOKEN, take
+from benchmarks.buffer_held import TOKEN, listen, take
 from benchmarks.buffer_wire import Sizes, spawned, tell
 from benchmarks.ranks import run_ranks
 from benchmarks.trainer import Options, TrainerSide
@@ -44,7 +44,7 @@ def _measure(groups: Groups, trainer: TrainerConfig, steps: int, sizes: Sizes, d
             stored = StoredShard(ReplayShard(CAPACITY, 100), replay=Path(folder) / "replay")
             stored.restore({}, [])
             stack.callback(stored.close)
-            receiver = RolloutReceiver("127.0.0.1", TOKEN, log=stored.log)
+            receiver = RolloutReceiver(listen(), TOKEN, log=stored.log)
             stack.callback(receiver.close)
             step_s = _steps(side, pairs, receiver, stored, steps // BLOCKS, found["without"], 1.0, INTAKE_SHARE)
             common = asdict(sizes) | {"address": receiver.address, "run": f"flood-{block}", "step": 0, "groups": 0}

@@ -137,7 +137,7 @@ def join(address: str, name: str) -> Any:
     from tba_megatron.transport.control_client import ControlClient
     from tba_megatron.transport.messages import Hello
 
-    control = ControlClient(address, name)
+    control = ControlClient(address, TOKEN, name)
     control.send(Hello(token=TOKEN, searcher=name, host=HOST, workers=1, version="0.0"))
     return control
 
@@ -178,18 +178,17 @@ class Desk:
         from tba_megatron.trainer.coordinator import Coordinator, VersionFiles
         from tba_megatron.trainer.publish import PublishDesk, Publisher
         from tba_megatron.transport.control import ControlServer
+        from tba_megatron.transport.fleet import FleetSettings
         from tba_megatron.transport.registry import PromptLeases
+        from tba_megatron.transport.sockets import Listen
 
         self.policy, self._step = model.policy, 0
         config = WeightsConfig(timeout_s=LIMIT_S, bucket_bytes=BUCKET_BYTES)
         files = VersionFiles(weights=Path("unused"), template=Path("unused"), dtype="float32")
         self.control = ControlServer(
-            host=HOST,
-            port=0,
-            token=TOKEN,
-            lease_s=10 * LIMIT_S,
-            max_ahead_groups=1,
-            shards=(),
+            Listen(sockets="tcp", host=HOST, folder=Path("unused")),
+            TOKEN,
+            FleetSettings(lease_s=10 * LIMIT_S, silent_s=10 * LIMIT_S, max_ahead_groups=1, shards=()),
             newest=PolicyVersion(0, 0),
             leases=PromptLeases(),
         )

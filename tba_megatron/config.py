@@ -34,6 +34,8 @@ from tba_megatron.config_sections import (
     WeightsConfig,
 )
 
+_FULL_MESSAGE_BYTES = 8 << 20  # at which a searcher sends what it has
+
 
 class Config(Section):
     """The whole tree."""
@@ -67,6 +69,11 @@ class Config(Section):
         """Tokens of the sequence that is scored with every version; 0: none, or an engine without a model."""
         is_real = isinstance(self.search.engine, VllmEngineConfig)
         return min(self.weights.probe_tokens, self.model.max_length - 1) if is_real else 0
+
+    @property
+    def most_message_bytes(self) -> int:
+        """Of a message of rollouts: a full one and one more group, with as much again for what is counted loosely."""
+        return 2 * (_FULL_MESSAGE_BYTES + self._bytes_of_prompts(1))
 
     def _bytes_of_prompts(self, n: int) -> int:
         """What ``n`` prompts and their completions take at most in the shards, from one visit of each."""

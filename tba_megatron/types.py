@@ -74,8 +74,10 @@ class PolicyHistory:
         )
 
     def age_steps(self, version: PolicyVersion, step: int) -> int | None:
-        """Optimizer steps from ``version`` to ``step`` on this history; None off the branch."""
-        return step - version.step if self.holds(version) else None
+        """Optimizer steps from ``version`` to ``step`` on this history; None off the branch, and for a version of a
+        step that is still to come, which nobody can have run.
+        """
+        return step - version.step if version.step <= step and self.holds(version) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,6 +259,7 @@ class StepPlan:
     finish_save: bool = False  # every rank has written its part of the save in flight: let it count
     publish: PublishPlan | None = None  # publish the policy as it is, before the action
     exit_code: int = 0  # with ``stop``
+    complete: bool = False  # with ``stop``: the run is at its end, not this attempt alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,7 +268,7 @@ class ShardReport:
 
     n_prompts: int  # prompts with at least one rollout that may be drawn
     n_recent: int  # of them, prompts with a recent rollout
-    n_fresh: int  # of those, prompts with a recent visit after which nothing of them was trained on
+    n_fresh: int  # prompts with a visit as recent, by whatever policy, after which nothing of them was trained on
     n_rollouts: int
     bytes: int
     n_exhausted: int = 0  # other prompts: all their rollouts were part of ``buffer.max_reuse`` steps

@@ -29,8 +29,14 @@ class Entry:
     uses: int = 0
 
     @property
-    def age(self) -> tuple[PolicyVersion, int]:
-        return self.version, self.arrival
+    def age(self) -> tuple[PolicyVersion, bool, int]:
+        """Sorts as entries leave."""
+        return self.version.era, self.version.is_foreign, self.arrival
+
+    @property
+    def precedence(self) -> tuple[bool, PolicyVersion]:
+        """Of equal completions the one with the largest is held."""
+        return not self.version.is_foreign, self.version
 
     @property
     def bytes(self) -> int:
@@ -52,12 +58,14 @@ class ListShard:
         capacity_bytes: int = 1 << 62,
         drop_truncated: bool = False,
         max_reuse: int = 0,
+        vocab_size: int = 1 << 31,
     ) -> None:
         self.capacity_rollouts = capacity_rollouts
         self.per_prompt_rollouts = per_prompt_rollouts
         self.capacity_bytes = capacity_bytes
         self.drop_truncated = drop_truncated
         self.max_reuse = max_reuse
+        self.vocab_size = vocab_size
         self.entries: list[Entry] = []
         self.trained_visit: dict[str, int] = {}  # of prompts that are held, where it is not -1
         self.next_arrival = 0
@@ -87,7 +95,9 @@ class ListShard:
             problem = self._prompt_problem(prompt, prompts.get(group.prompt_id, prompt))
             for rollout in group.rollouts:
                 self.received[rollout.rollout_id.searcher] += 1
-                reason = problem or invalid_reason(rollout, drop_truncated=self.drop_truncated)
+                reason = problem or invalid_reason(
+                    rollout, drop_truncated=self.drop_truncated, vocab_size=self.vocab_size
+                )
                 if reason is None:
                     valid.append(self._entry(group, prompt, rollout, visit))
                     prompts[group.prompt_id] = prompt
@@ -118,7 +128,7 @@ class ListShard:
         old = next((entry for entry in self.pool(new.prompt_id) if entry.tokens == new.tokens), None)
         if old is None:
             self.entries.append(new)
-        elif old.version < new.version:
+        elif old.precedence < new.precedence:
             self._leave(old, RolloutState.DUPLICATE)
             if new.rollout.reference_version is None:
                 known = old.rollout.reference_logprob, old.rollout.reference_version
@@ -201,10 +211,11 @@ class ListShard:
         return sorted({entry.prompt_id for entry in self.entries if self.is_fresh(entry)})
 
     def report(self, history: PolicyHistory, step: int, recent_age_steps: int) -> ShardReport:
-        recent = self.recent(history, step, recent_age_steps)
+        ages = [(e, history.age_steps(e.version.era, step)) for e in self.entries if self.may_draw(e)]
+        young = [entry for entry, age in ages if age is not None and age <= recent_age_steps]
         return self._report(
-            n_recent=len({entry.prompt_id for entry in recent}),
-            n_fresh=len({entry.prompt_id for entry in recent if self.is_fresh(entry)}),
+            n_recent=len({entry.prompt_id for entry in self.recent(history, step, recent_age_steps)}),
+            n_fresh=len({entry.prompt_id for entry in young if self.is_fresh(entry)}),
         )
 
     def report_fresh(self) -> ShardReport:
@@ -238,7 +249,7 @@ def plain_rollout(rollout: Rollout) -> tuple[object, ...]:
     )
 
 
-def invalid_reason(rollout: Rollout, *, drop_truncated: bool) -> str | None:
+def invalid_reason(rollout: Rollout, *, drop_truncated: bool, vocab_size: int = 1 << 31) -> str | None:
     """The first law that ``rollout`` breaks."""
     n_tokens, behaviour = len(rollout.token_ids), rollout.behaviour_logprobs
     reference, reference_version = rollout.reference_logprob, rollout.reference_version
@@ -254,6 +265,7 @@ def invalid_reason(rollout: Rollout, *, drop_truncated: bool) -> str | None:
         "reference_version_missing": (reference is None) != (reference_version is None),
         "spans": impossible or (not only if n_tokens == 0 else empty or written != list(range(n_tokens))),
         "token_negative": any(token < 0 for token in rollout.token_ids.tolist()),
+        "token_unknown": any(token >= vocab_size for token in rollout.token_ids.tolist()),
         "aborted": rollout.stop_reason is StopReason.ABORT,
         "truncated": drop_truncated and rollout.stop_reason is StopReason.LENGTH,
     }

@@ -14,7 +14,9 @@ from tba_megatron.trainer.coordinator import Coordinator, VersionFiles
 from tba_megatron.trainer.exchange import from_rank_0, gather_on_all
 from tba_megatron.trainer.publish import PublishDesk, Publisher
 from tba_megatron.transport.control import ControlServer
+from tba_megatron.transport.fleet import FleetSettings
 from tba_megatron.transport.registry import PromptLeases
+from tba_megatron.transport.sockets import Listen
 from tba_megatron.types import PolicyVersion, PublishPlan
 
 TOKEN = "of-this-run"
@@ -90,7 +92,7 @@ class PublishingRank:
 
     def close(self) -> None:
         if self.control and self.desk:
-            self.control.stop_searchers("the test is over")
+            self.control.stop_searchers("the test is over", final=True)
             self.desk.close()
         self.publisher.close()
         torch.distributed.barrier(group=self.groups.world)
@@ -100,12 +102,9 @@ class PublishingRank:
 
 def open_control(address: Path, n_searchers: int, lease_s: float) -> ControlServer:
     control = ControlServer(
-        host="127.0.0.1",
-        port=0,
-        token=TOKEN,
-        lease_s=lease_s,
-        max_ahead_groups=1,
-        shards=(),
+        Listen(sockets="tcp", host="127.0.0.1", folder=address.parent / "unused"),
+        TOKEN,
+        FleetSettings(lease_s=lease_s, silent_s=lease_s, max_ahead_groups=1, shards=()),
         newest=PolicyVersion(0, 0),
         leases=PromptLeases(),
     )

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from tba_megatron.buffer.content_index import content_hashes
 from tba_megatron.buffer.prompts import prompt_key
-from tba_megatron.buffer.rows import RowColumns, version_codes
+from tba_megatron.buffer.rows import RowColumns, precedences, version_codes
 from tba_megatron.ragged import Ints, offsets, owners
 from tba_megatron.rollout_batch import NO_VERSION, RolloutBatch
 
@@ -55,13 +55,14 @@ class Kept:
     copies: npt.NDArray[np.int32]  # [K]
     reference: npt.NDArray[np.float64]  # [K]
     reference_version: npt.NDArray[np.int64]  # [K]
-    replaced: Ints  # held rows that leave: an equal completion of a newer policy takes their place
+    replaced: Ints  # held rows that leave: an equal completion of a version that goes before takes their place
     repeated: Ints  # held rows that were generated again by their own policy, once for each time
 
 
 def deduplicate(incoming: Incoming, found: Ints, rows: RowColumns) -> Kept:
-    """Rollouts in order: an equal completion of a newer version replaces, of the same version counts as a copy, of an
-    older one is left out. ``found`` [V] is the held row of the same content, or -1.
+    """Rollouts in order: an equal completion of a version that goes before (``precedences``: a newer one) replaces, of
+    the same version counts as a copy, of any other is left out. ``found`` [V] is the held row of the same content, or
+    -1.
     """
     n = len(incoming.valid)
     keep = np.ones(n, np.bool_)
@@ -84,7 +85,7 @@ def deduplicate(incoming: Incoming, found: Ints, rows: RowColumns) -> Kept:
             continue
         held = holder < 0
         version = rows.version[~holder] if held else incoming.version[holder]
-        if incoming.version[i] > version:
+        if precedences(incoming.version[i]) > precedences(version):
             known = rows.reference_version[~holder] if held else reference_version[holder]
             if reference_version[i] == NO_VERSION and known != NO_VERSION:
                 # The reference's log-prob belongs to the tokens, so a newer copy need not compute it again.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tba_megatron.buffer import keyed
 from tba_megatron.buffer.choice import Chosen
-from tba_megatron.buffer.rows import RowColumns
+from tba_megatron.buffer.rows import RowColumns, turns
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.ragged import Ints, offsets, owners
 from tba_megatron.rollout_batch import RolloutBatch
@@ -82,12 +82,12 @@ def by_reward(columns: RowColumns, pools: Pools, k: int, inverse_temperatures: F
 
 
 def oldest(columns: RowColumns, pools: Pools, k: int, seed: int) -> Drawn:
-    """The first K copies of each pool, by version and then arrival.
+    """The first K copies of each pool, by ``turns`` and then arrival.
 
     A pool of fewer than K copies gives K independent uniform draws.
     """
     group = owners(pools.sizes)
-    order = np.lexsort((columns.arrival[pools.rows], columns.version[pools.rows], group))
+    order = np.lexsort((columns.arrival[pools.rows], turns(columns.version[pools.rows]), group))
     pools = Pools(rows=pools.rows[order], sizes=pools.sizes, keys=pools.keys, rounds=pools.rounds)
     copies = columns.copies[pools.rows].astype(np.int64)
     before = offsets(copies)

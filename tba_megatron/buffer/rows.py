@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
 from tba_megatron.ragged import Ints
-from tba_megatron.types import PolicyVersion
+from tba_megatron.types import FOREIGN_ATTEMPT, PolicyVersion
 
 _STEP_BITS = 40
-MOST_STEP, MOST_ATTEMPT = 1 << _STEP_BITS, 1 << 22  # beyond them a version has no code
+MOST_STEP, MOST_ATTEMPT = 1 << _STEP_BITS, 2 * FOREIGN_ATTEMPT  # beyond them a version has no code
+FIRST_FOREIGN = FOREIGN_ATTEMPT << _STEP_BITS  # codes from here on are those of foreign versions
+_Codes = TypeVar("_Codes", int, Ints)
 _DTYPES: dict[str, npt.DTypeLike] = {
     "prompt": np.int32,
     "version": np.int64,
@@ -55,6 +59,18 @@ def attempts_and_steps(codes: Ints) -> tuple[Ints, Ints]:
     return codes >> _STEP_BITS, codes & ((1 << _STEP_BITS) - 1)
 
 
+def turns(codes: _Codes) -> _Codes:
+    """Numbers that sort versions as their rollouts leave a shard: by era, the trainer's own before foreign ones."""
+    return (codes % FIRST_FOREIGN) << 1 | (codes >= FIRST_FOREIGN)
+
+
+def precedences(codes: _Codes) -> _Codes:
+    """Numbers of which the larger one holds a completion that several versions wrote: own ones before foreign ones,
+    which are never recent, and then the newer one.
+    """
+    return codes ^ FIRST_FOREIGN
+
+
 class NameTable(list[str]):
     """Names that columns refer to by their number, each once."""
 
@@ -83,7 +99,7 @@ class RowColumns:
     reward: npt.NDArray[np.float64]
     stop_reason: npt.NDArray[np.int8]
     content: npt.NDArray[np.uint64]  # hash of prompt and tokens
-    copies: npt.NDArray[np.int32]  # how often the newest version that generated this completion did so
+    copies: npt.NDArray[np.int32]  # how often ``version`` generated this completion
     uses: npt.NDArray[np.int32]  # optimizer steps that it was part of
     reference: npt.NDArray[np.float64]  # nats, NaN: not known
     reference_version: npt.NDArray[np.int64]

@@ -27,6 +27,7 @@ from tba_megatron.buffer.choice import (
 from tba_megatron.buffer.draws import Draw, Floats64, Pools, by_reward, log_weights, oldest, whole_draw
 from tba_megatron.buffer.prompts import BINS, bins_of
 from tba_megatron.buffer.recency import nothing_recent, recent_part
+from tba_megatron.buffer.rows import turns
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.ragged import Ints, keep, offsets
 from tba_megatron.types import PolicyHistory, ShardReport
@@ -262,8 +263,8 @@ class Fifo:
     ) -> Draw:
         prompts = shard.fresh_prompts()
         rows, sizes = _untrained(shard, prompts)
-        version = shard.rows.version[rows]
-        waits_since = np.minimum.reduceat(version, offsets(sizes)[:-1]) if len(rows) else version
+        turn = turns(shard.rows.version[rows])
+        waits_since = np.minimum.reduceat(turn, offsets(sizes)[:-1]) if len(rows) else turn
         keys = shard.prompts.key[prompts]
         ties = tie_breaks(seed, keys)
         best = first_n(n_prompts, waits_since, ties)

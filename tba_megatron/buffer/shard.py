@@ -18,8 +18,8 @@ from tba_megatron.buffer.ledger import RolloutState, ShardCounts, ShardLedger
 from tba_megatron.buffer.payload import Payload
 from tba_megatron.buffer.prompts import PromptTable
 from tba_megatron.buffer.row_lists import RowLists
-from tba_megatron.buffer.rows import NameTable, RowColumns
-from tba_megatron.buffer.validity import REASONS, VALID, invalid_reasons
+from tba_megatron.buffer.rows import NameTable, RowColumns, turns
+from tba_megatron.buffer.validity import ANY_TOKEN, REASONS, VALID, invalid_reasons
 from tba_megatron.buffer.version_lists import VersionLists, runs
 from tba_megatron.ragged import Ints, keep, offsets, owners, take
 from tba_megatron.rollout_batch import RolloutBatch
@@ -31,12 +31,13 @@ _ANY_USES = np.iinfo(np.int32).max
 
 
 class ReplayShard:
-    """Exact de-duplication, a cap for each prompt, and capacities over the shard; the oldest leave first.
+    """Exact de-duplication, a cap for each prompt, and capacities over the shard; the oldest leave first, rollouts of
+    another policy with those that the trainer's own version of their time wrote.
 
     The capacities are this shard's share of those of ``buffer``; bytes are those of prompts, completions and behaviour
-    log-probs. ``drop_truncated`` makes completions without an end invalid (``objective.truncated: drop``). A rollout
-    that was part of ``max_reuse`` optimizer steps (0: no limit) is held as before and may be drawn no more. Row numbers
-    and prompt numbers stay as they are until the next ``add``.
+    log-probs. A token from ``vocab_size`` on is unknown to the model; ``drop_truncated`` makes completions without an
+    end invalid (``objective.truncated: drop``). A rollout that was part of ``max_reuse`` optimizer steps (0: no limit)
+    is held as before and may be drawn no more. Row numbers and prompt numbers stay as they are until the next ``add``.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class ReplayShard:
         capacity_bytes: int = 1 << 62,
         drop_truncated: bool = False,
         max_reuse: int = 0,
+        vocab_size: int = ANY_TOKEN,
     ) -> None:
         self._capacity_rollouts, self._capacity_bytes = capacity_rollouts, capacity_bytes
         self._per_prompt_rollouts = per_prompt_rollouts
-        self._drop_truncated, self._most_uses = drop_truncated, max_reuse or _ANY_USES
+        self._drop_truncated, self._vocab_size = drop_truncated, vocab_size
+        self._most_uses = max_reuse or _ANY_USES
         self.clear()
 
     def clear(self) -> None:
@@ -99,11 +102,11 @@ class ReplayShard:
         rows, sizes = self.rows_of(prompt_numbers)
         return keep(rows, sizes, self.may_draw(rows))
 
-    def recent_rows(self, history: PolicyHistory, step: int, recent_age_steps: int) -> Ints:
+    def recent_rows(self, history: PolicyHistory, step: int, recent_age_steps: int, *, foreign: bool = False) -> Ints:
         """Rows that may be drawn and whose newest policy is on the history and at most ``recent_age_steps`` old, by
-        version and arrival.
+        version and arrival; with ``foreign`` those of another policy whose era is so, which are never recent.
         """
-        rows = self._of_version.recent(history, step, recent_age_steps)
+        rows = self._of_version.recent(history, step, recent_age_steps, foreign=foreign)
         return rows[self.may_draw(rows)]
 
     def fresh_prompts(self) -> Ints:
@@ -114,10 +117,15 @@ class ReplayShard:
         return self.rows.visit[rows] > self.prompts.trained_visit[self.rows.prompt[rows]]
 
     def report(self, history: PolicyHistory, step: int, recent_age_steps: int) -> ShardReport:
-        """Counts as of optimizer step ``step``. Costs the recent rollouts, not the shard."""
+        """Counts as of optimizer step ``step``. Costs the recent rollouts, not the shard.
+
+        What another policy wrote as recently is fresh as well: nothing else would hold its searchers back.
+        """
         recent = self.recent_rows(history, step, recent_age_steps)
-        prompts = self.rows.prompt[recent]
-        return self._report(len(np.unique(prompts)), len(np.unique(prompts[self.is_fresh(recent)])))
+        foreign = self.recent_rows(history, step, recent_age_steps, foreign=True)
+        young = np.concatenate([recent, foreign])
+        fresh = young[self.is_fresh(young)]
+        return self._report(len(np.unique(self.rows.prompt[recent])), len(np.unique(self.rows.prompt[fresh])))
 
     def report_fresh(self) -> ShardReport:
         """The same counts where age does not matter: a prompt with a visit that waits is recent and fresh."""
@@ -172,7 +180,7 @@ class ReplayShard:
 
         ``segment`` is where the shard's log keeps it.
         """
-        reasons_S = invalid_reasons(batch, drop_truncated=self._drop_truncated)
+        reasons_S = invalid_reasons(batch, drop_truncated=self._drop_truncated, vocab_size=self._vocab_size)
         prompt_G = self._known_prompts(batch, reasons_S)
         incoming = Incoming(batch, np.flatnonzero(reasons_S == VALID), prompt_G)
         kept = deduplicate(incoming, self._find(incoming), self.rows)
@@ -334,7 +342,7 @@ class ReplayShard:
             return
         rows, sizes = self.rows_of(prompts)
         owner = owners(sizes)
-        order = np.lexsort((self.rows.arrival[rows], self.rows.version[rows], owner))
+        order = np.lexsort((self.rows.arrival[rows], turns(self.rows.version[rows]), owner))
         rank = np.arange(len(rows)) - offsets(sizes)[:-1][owner]
         excess = (sizes - self._per_prompt_rollouts)[owner]
         self._remove(rows[order][rank < excess], _S.EVICTED_UNTRAINED)

@@ -21,16 +21,18 @@ REASONS = (
     "reference_version_missing",
     "spans",
     "token_negative",
+    "token_unknown",  # the model has no row for it; a model with more rows than this one can write such
     "aborted",
     "truncated",
 )
 VALID = -1
+ANY_TOKEN = np.iinfo(np.int32).max  # as a vocabulary size
 _ABORT, _LENGTH = STOP_REASONS.index(StopReason.ABORT), STOP_REASONS.index(StopReason.LENGTH)
 
 Reasons_S = npt.NDArray[np.int8]
 
 
-def invalid_reasons(batch: RolloutBatch, *, drop_truncated: bool) -> Reasons_S:
+def invalid_reasons(batch: RolloutBatch, *, drop_truncated: bool, vocab_size: int = ANY_TOKEN) -> Reasons_S:
     """[S] the first law that each rollout breaks, as an index into ``REASONS``, or ``VALID``.
 
     The laws about prompts are the shard's: it knows which prompts it holds.
@@ -45,7 +47,8 @@ def invalid_reasons(batch: RolloutBatch, *, drop_truncated: bool) -> Reasons_S:
         "reference_logprob_not_finite": np.where(reference_known, np.isinf(batch.reference_S), has_version),
         "reference_version_missing": reference_known & ~has_version,
         "spans": ~_tiled(batch),
-        "token_negative": _negative(batch),
+        "token_negative": _has_token(batch, -(1 << 31), -1),
+        "token_unknown": _has_token(batch, vocab_size, ANY_TOKEN),
         "aborted": batch.stop_reason_S == _ABORT,
         "truncated": (batch.stop_reason_S == _LENGTH) & drop_truncated,
     }
@@ -64,12 +67,13 @@ def _not_finite(batch: RolloutBatch) -> npt.NDArray[np.bool_]:
     return broken_S
 
 
-def _negative(batch: RolloutBatch) -> npt.NDArray[np.bool_]:
-    broken_S = np.zeros(batch.n_rollouts, np.bool_)
-    if batch.token_ids_T.size and int(batch.token_ids_T.min()) < 0:
-        wrong = np.flatnonzero(batch.token_ids_T < 0)
-        broken_S[np.searchsorted(offsets(batch.length_S)[1:], wrong, side="right")] = True
-    return broken_S
+def _has_token(batch: RolloutBatch, low: int, high: int) -> npt.NDArray[np.bool_]:
+    """[S] whether a completion has a token of ``low`` to ``high``."""
+    tokens, has_S = batch.token_ids_T, np.zeros(batch.n_rollouts, np.bool_)
+    if tokens.size and int(tokens.min()) <= high and int(tokens.max()) >= low:
+        wrong = np.flatnonzero((tokens >= low) & (tokens <= high))
+        has_S[np.searchsorted(offsets(batch.length_S)[1:], wrong, side="right")] = True
+    return has_S
 
 
 def _tiled(batch: RolloutBatch) -> npt.NDArray[np.bool_]:

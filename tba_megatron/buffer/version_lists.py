@@ -5,13 +5,14 @@ A version's list has a number, kept in the column ``version_list``; numbers of v
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
+from heapq import merge
 
 import numpy as np
 import numpy.typing as npt
 
 from tba_megatron.buffer.row_lists import RowLists
-from tba_megatron.buffer.rows import RowColumns, version_code, version_of
+from tba_megatron.buffer.rows import FIRST_FOREIGN, RowColumns, turns, version_code, version_of
 from tba_megatron.ragged import Ints
 from tba_megatron.types import PolicyHistory, PolicyVersion
 
@@ -41,20 +42,25 @@ class VersionLists:
                 self._free.append(self._numbers.pop(code))
                 self._codes.remove(code)
 
-    def recent(self, history: PolicyHistory, step: int, recent_age_steps: int) -> Ints:
-        """Rows whose newest policy is on the history and at most ``recent_age_steps`` old, by version and arrival."""
+    def recent(self, history: PolicyHistory, step: int, recent_age_steps: int, *, foreign: bool = False) -> Ints:
+        """Rows whose newest policy is on the history and at most ``recent_age_steps`` old, by version and arrival.
+
+        With ``foreign``: the rows of another policy whose era is so. A step that is still to come has no rollouts: what
+        says so is never recent.
+        """
         found: list[int] = []
         for attempt in range(history.attempt + 1):
-            oldest = version_code(PolicyVersion(attempt, max(0, step - recent_age_steps)))
-            end = version_code(PolicyVersion(attempt + 1, 0))
-            codes = self._codes[bisect_left(self._codes, oldest) : bisect_left(self._codes, end)]
-            found += [self._numbers[code] for code in codes if history.holds(version_of(code))]
+            ends = (PolicyVersion(attempt, max(0, step - recent_age_steps)), PolicyVersion(attempt, step))
+            oldest, newest = (version_code(end.as_foreign() if foreign else end) for end in ends)
+            codes = self._codes[bisect_left(self._codes, oldest) : bisect_right(self._codes, newest)]
+            found += [self._numbers[code] for code in codes if history.holds(version_of(code).era)]
         return self._lists.gather(np.array(found, np.int64))[0]
 
     def oldest(self, n: int) -> Ints:
-        """The ``n`` oldest rows, or all, by version and then arrival; at least one is held."""
+        """The ``n`` rows that are to leave first, or all, by ``turns`` and then arrival; at least one is held."""
         parts: list[Ints] = []
-        for code in self._codes:
+        own = bisect_left(self._codes, FIRST_FOREIGN)
+        for code in merge(self._codes[:own], self._codes[own:], key=turns):
             parts.append(self._lists.first(self._numbers[code], n))
             n -= len(parts[-1])
             if n <= 0:

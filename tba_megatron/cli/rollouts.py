@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO, get_args
 
+import numpy as np
 from pydantic import ValidationError
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -38,7 +39,7 @@ from tba_megatron.ops.rollouts_view import (
 from tba_megatron.ragged import Ints
 
 _TEXTS = ("prompt", "completion")
-_AT_TERMINAL = ("version", "age", "reward", "uses", "stop", "tokens", *_TEXTS)
+_AT_TERMINAL = ("version", "source", "age", "reward", "uses", "stop", "tokens", *_TEXTS)
 _IN_LINES = (
     *("version", "age", "reward", "uses", "copies", "stop", "tokens", "source", "searcher", "sequence", "prompt_id"),
     *_TEXTS,
@@ -116,8 +117,10 @@ def _show(stored: StoredRollouts, matching: Ints, rows: Ints, out: TextIO) -> No
     line = _totals_line(totals(stored, matching))
     if out.isatty():
         console = Console(file=out, highlight=False)
+        several = len(np.unique(stored.shard.rows.source[rows])) > 1
+        names = [name for name in _AT_TERMINAL if name != "source" or several]
         for some in records(stored, rows):
-            console.print(_table(some, console.width))
+            console.print(_table(some, console.width, names))
         console.print(Text(line, style="dim"), soft_wrap=True)
         return
     out.write("\t".join(_IN_LINES) + "\n")
@@ -128,6 +131,8 @@ def _show(stored: StoredRollouts, matching: Ints, rows: Ints, out: TextIO) -> No
 
 def _field(record: RolloutRecord, name: str) -> str:
     match name:
+        case "version":
+            return f"{record.version} foreign" if record.foreign else record.version
         case "age":
             return "-" if record.age is None else str(record.age)
         case "reward":
@@ -140,22 +145,20 @@ def _field(record: RolloutRecord, name: str) -> str:
             return str(getattr(record, name))
 
 
-def _table(some: Sequence[RolloutRecord], width: int) -> Table:
-    """Columns of fixed widths, so that only the texts are shortened."""
-    cells = {name: [_field(record, name) for record in some] for name in _AT_TERMINAL}
-    for name in _TEXTS:
-        cells[name] = [_one_line(text, width) for text in cells[name]]
+def _table(some: Sequence[RolloutRecord], width: int, names: Sequence[str]) -> Table:
+    """Columns ``names`` of fixed widths, so that only the texts are shortened."""
+    cells = {name: [_one_line(_field(record, name), width) for record in some] for name in names}
     needed = {name: max(map(cell_len, [name, *column])) for name, column in cells.items()}
-    room = width - sum(needed[name] + 2 for name in _AT_TERMINAL if name not in _TEXTS) - 2
+    room = width - sum(needed[name] + 2 for name in names if name not in _TEXTS) - 2
     prompt = max(_MIN_TEXT_CELLS, int(room * _PROMPT_SHARE), room - needed["completion"])
     needed["prompt"] = min(needed["prompt"], prompt)
     needed["completion"] = min(needed["completion"], max(_MIN_TEXT_CELLS, room - needed["prompt"]))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for name in _AT_TERMINAL:
-        justify = "left" if name in (*_TEXTS, "stop") else "right"
+    for name in names:
+        justify = "left" if name in (*_TEXTS, "stop", "source") else "right"
         table.add_column(name, justify=justify, width=needed[name], no_wrap=True, overflow="ellipsis")
-    for row in zip(*(cells[name] for name in _AT_TERMINAL), strict=True):
-        table.add_row(*(Text(_shortened(cell, needed[name])) for name, cell in zip(_AT_TERMINAL, row, strict=True)))
+    for row in zip(*(cells[name] for name in names), strict=True):
+        table.add_row(*(Text(_shortened(cell, needed[name])) for name, cell in zip(names, row, strict=True)))
     return table
 
 

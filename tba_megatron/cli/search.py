@@ -10,20 +10,22 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from tba_megatron.cli.common import start_logging
 from tba_megatron.config import Config
-from tba_megatron.config_search import VllmEngineConfig
+from tba_megatron.config_search import AddressRendezvous, VllmEngineConfig
 from tba_megatron.dist import keep_freed_memory, prepare_searcher_environment
 from tba_megatron.errors import EngineError, TransportError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.engine import SearchEngine
+from tba_megatron.search.source import check_same_tokenizer, fixed_model
 from tba_megatron.tasks.registry import make_task
-from tba_megatron.transport.rendezvous import HELD, Rendezvous, read_rendezvous
+from tba_megatron.transport.rendezvous import HELD, MARKER, Rendezvous, read_rendezvous
+from tba_megatron.transport.sockets import read_secret
 from tba_megatron.types import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -44,24 +46,30 @@ def run(config: Config, args: argparse.Namespace) -> int:
     if isinstance(engine, VllmEngineConfig):
         import tba_megatron.search.vllm_engine  # noqa: F401  some seconds, while the trainer starts
 
-    rendezvous = _wait_for_trainer(config)
+    find = partial(_find, config, host)
+    rendezvous = _wait_for_trainer(config, find)
     with _start_weights(rendezvous) as (version, weights):
         tokenizer = HfTokenizer(weights)
         task = make_task(config.task, tokenizer, config.run.seed, config.model.max_length)
         if task.dropped_prompts:
             _log.warning("%d prompts are longer than model.max_length and are left out", task.dropped_prompts)
-        search_engine = make_engine(config, weights, version, seed=zlib.crc32(name.encode()))
-    _log.info("searcher %s starts with version %s", name, search_engine.version)
+        model = fixed_model(config)
+        if model is not None:
+            check_same_tokenizer(weights, model)
+            version = version.as_foreign()
+        search_engine = make_engine(config, model or weights, version, seed=zlib.crc32(name.encode()))
+    _log.info("searcher %s starts with version %s (source %s)", name, search_engine.version, config.search.source)
     searcher = Searcher(
         config=config,
         engine=search_engine,
         task=task,
         tokenizer=tokenizer,
-        control=ControlClient(rendezvous.address, name),
-        token=rendezvous.token,
         name=name,
         host=host,
-        connect=partial(RolloutSender, resend_s=config.transport.resend_s),
+        rendezvous=rendezvous,
+        find=find,
+        dial=lambda found: ControlClient(found.address, found.token, name),
+        connect=partial(RolloutSender, resend_s=config.transport.resend_s, most_bytes=config.most_message_bytes),
     )
     try:
         return searcher.run()
@@ -94,17 +102,37 @@ def make_engine(config: Config, model: Path, version: PolicyVersion, seed: int) 
     )
 
 
-def _wait_for_trainer(config: Config) -> Rendezvous:
+def _wait_for_trainer(config: Config, find: Callable[[], Rendezvous | None]) -> Rendezvous:
     deadline_s = time.monotonic() + config.transport.patience_s
     while time.monotonic() < deadline_s:
-        found = read_rendezvous(config.run.folder)
-        if found is not None:
+        found = find()
+        if found is not None and (Path(found.weights) / MARKER).exists():
             return found
         time.sleep(0.1)
     raise TransportError(
-        f"no trainer wrote {config.run.folder}/rendezvous.json within {config.transport.patience_s:g} s; is it "
-        f"running, with the same run.folder?"
+        f"no trainer wrote {config.run.folder}/rendezvous.json and its weights within "
+        f"{config.transport.patience_s:g} s; is it running, with the same run.folder?"
     )
+
+
+def _find(config: Config, host: str) -> Rendezvous | None:
+    """Where the trainer is as of now; TransportError when it cannot be reached from ``host``."""
+    where = config.transport.rendezvous
+    if isinstance(where, AddressRendezvous):
+        return Rendezvous(
+            address=f"tcp://{config.transport.host}:{config.transport.control_port}",
+            host=config.transport.host,
+            token=read_secret(where.key_file),
+            attempt=-1,
+            weights=str((config.run.folder / "weights").resolve()),
+        )
+    found = read_rendezvous(config.run.folder)
+    if found is not None and found.address.startswith("ipc:") and found.host != host:
+        raise TransportError(
+            f"transport.sockets: the trainer listens on ipc sockets of host {found.host}, and this is {host}; set "
+            f"transport.sockets to tcp and transport.host to an address of {found.host}"
+        )
+    return found
 
 
 @contextmanager

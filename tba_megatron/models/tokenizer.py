@@ -61,6 +61,11 @@ class HfTokenizer:
         return self._vocab_size
 
     @property
+    def ids(self) -> Mapping[str, int]:
+        """The id of every token by its text, as the file has it."""
+        return self._backend.ids
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         return self._eos_ids
 

@@ -61,6 +61,7 @@ def _write_parquet(path: Path, records: Chunks) -> int:
         "reward": pyarrow.float64(),
         "stop_reason": pyarrow.string(),
         "version": pyarrow.string(),
+        "foreign": pyarrow.bool_(),
         "age": pyarrow.int64(),
         "uses": pyarrow.int64(),
         "copies": pyarrow.int64(),

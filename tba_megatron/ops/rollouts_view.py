@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
-from tba_megatron.buffer.rows import version_of
+from tba_megatron.buffer.rows import turns, version_of
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.buffer.stored_shard import REPLAY, StoredShard, generations
 from tba_megatron.config import Config
@@ -31,7 +31,7 @@ from tba_megatron.trainer.checkpoint_folder import checkpoints
 from tba_megatron.trainer.run_state import RunState, read_attempts, read_run_state, read_shard
 from tba_megatron.types import PolicyHistory, StopReason, Tokenizer
 
-OFF_BRANCH = -1  # the age of what a policy wrote whose branch a later attempt abandoned
+OFF_BRANCH = -1  # the age of what a policy wrote whose branch a later attempt abandoned, or that was never trained here
 _TOKEN_BYTES = 4
 _TRIES = 3  # of reading a run whose checkpoints change meanwhile
 # Of what becomes Python objects at a time, in tokens; a rollout costs some more than its tokens.
@@ -52,7 +52,8 @@ class RolloutQuery(Section):
     min_reward: float | None = None
     max_reward: float | None = None
     min_age: CountOrZero | None = None
-    """In optimizer steps. Rollouts of an abandoned branch have no age, and no filter on age lets them pass."""
+    """In optimizer steps. Rollouts of an abandoned branch and of another policy have no age, and no filter on age lets
+    them pass."""
     max_age: CountOrZero | None = None
     min_uses: CountOrZero | None = None
     """In optimizer steps that a rollout was part of, as of the newest checkpoint."""
@@ -82,7 +83,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     reward: float
     stop_reason: str
-    version: str  # attempt.step of the newest policy that wrote a part of it
+    version: str  # attempt.step of the newest policy that wrote a part of it; where foreign, of its era
+    foreign: bool  # written by a policy that was never trained here
     age: int | None  # optimizer steps
     uses: int
     copies: int
@@ -272,7 +274,7 @@ def _has_text(stored: StoredRollouts, rows: Ints, part: str) -> npt.NDArray[np.b
 
 def _order(stored: StoredRollouts, rows: Ints, sort: str) -> Ints:
     r = stored.shard.rows
-    newest_first = (-r.arrival[rows], -r.version[rows])
+    newest_first = (-r.arrival[rows], -turns(r.version[rows]))
     if sort in ("newest", "oldest"):
         order = np.lexsort(newest_first)
         return order if sort == "newest" else order[::-1]
@@ -339,7 +341,8 @@ def _records(stored: StoredRollouts, rows: Ints) -> list[RolloutRecord]:
             prompt_token_ids=prompt_lists[prompt],
             reward=float(r.reward[row]),
             stop_reason=str(STOP_REASONS[r.stop_reason[row]]),
-            version=str(version_of(int(r.version[row]))),
+            version=str(version_of(int(r.version[row])).era),
+            foreign=version_of(int(r.version[row])).is_foreign,
             age=None if stored.age[row] == OFF_BRANCH else int(stored.age[row]),
             uses=int(r.uses[row]),
             copies=int(r.copies[row]),

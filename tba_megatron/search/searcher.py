@@ -1,25 +1,26 @@
 """A searcher: generate and score all the time, take new weights between two engine steps, never wait for the trainer.
 
 It waits only when it has no prompts, which is how the trainer throttles it, or while the shards have no room for more.
+A trainer that is gone ends nothing: what is in the engine goes on, and what was generated waits for the next trainer.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from tba_megatron.config import Config
-from tba_megatron.errors import TransportError
 from tba_megatron.search.engine import ReceiveState, SearchEngine
 from tba_megatron.search.evaluate import evaluate
+from tba_megatron.search.link import TrainerLink
+from tba_megatron.search.rollout_maker import RolloutMaker, Visit
+from tba_megatron.search.source import sampling_of, takes_every
 from tba_megatron.tasks.base import Task
 from tba_megatron.transport.control_client import ControlChannel
 from tba_megatron.transport.messages import (
@@ -35,43 +36,29 @@ from tba_megatron.transport.messages import (
     Probed,
     ReceiveFailed,
     Refused,
-    SampleRollout,
     Stop,
     ToSearcher,
+    Unknown,
     Welcome,
 )
+from tba_megatron.transport.rendezvous import Rendezvous
 from tba_megatron.transport.rollout_sender import RolloutSender
 from tba_megatron.transport.rollouts import RolloutOutbox
-from tba_megatron.types import (
-    Completion,
-    PolicyVersion,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    RolloutId,
-    SamplingSettings,
-    StopReason,
-    Tokenizer,
-)
+from tba_megatron.types import PolicyVersion, SamplingSettings, StopReason, Tokenizer
 
 _log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.02
 RECEIVING_POLL_S = 0.002  # weights that have come are to be used at once
 TRAINER_GONE = 75  # exit code (EX_TEMPFAIL): come back when there is a trainer again
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Visit:
-    """A prompt that was leased: ``position`` in the task's stream."""
-
-    lease: int
-    position: int
-    prompt: Prompt
+_HAND_OVER_S = 5.0  # for acknowledgements, before goodbye is said to a trainer that ends
 
 
 class Searcher:
-    """One incarnation. ``name`` is unique for ever; ``source`` says in each rollout where it came from."""
+    """One incarnation. ``name`` is unique for ever.
+
+    ``rendezvous`` is the trainer to join first, ``find`` finds later ones, ``dial`` and ``connect`` open channels.
+    """
 
     def __init__(
         self,
@@ -80,69 +67,69 @@ class Searcher:
         engine: SearchEngine,
         task: Task,
         tokenizer: Tokenizer,
-        control: ControlChannel,
-        token: str,
         name: str,
         host: str,
-        source: str = "searcher",
+        rendezvous: Rendezvous,
+        find: Callable[[], Rendezvous | None],
+        dial: Callable[[Rendezvous], ControlChannel],
         connect: Callable[[Sequence[str], str, str], RolloutOutbox] = RolloutSender,
     ) -> None:
         self._config, self._engine, self._task, self._tokenizer = config, engine, task, tokenizer
-        self._control, self._token, self._name, self._host = control, token, name, host
-        self._source, self._connect = source, connect
-        self._sampling = SamplingSettings(
-            n=config.search.completions_per_prompt,
-            temperature=config.search.temperature,
-            top_p=config.search.top_p,
-            max_new_tokens=config.search.max_new_tokens,
-            eos_ids=tokenizer.eos_ids,
-        )
+        self._name, self._host, self._connect = name, host, connect
+        self._rendezvous, self._find, self._dial = rendezvous, find, dial
+        self._sampling = sampling_of(config, tokenizer.eos_ids)
+        self._maker = RolloutMaker(config.objective, task, tokenizer, name, config.search.source)
         # A few wait outside the engine: who asks when one has finished generates a step or two without it.
         self._most_prompts = config.search.prompts_in_engine + max(1, config.search.prompts_in_engine // 4)
+        self._outbox: RolloutOutbox | None = None  # once a trainer was joined
         self._queue: deque[Visit] = deque()  # leased, not yet in the engine
         self._visits: dict[str, Visit] = {}  # in the engine, by request id
         self._evaluations: deque[PolicyVersion] = deque()
-        self._next_sequence = 0
+        self._evaluating = False
         self._requests = 0
-        self.generated = 0
         self._received_prompts = 0
-        self._busy_s = self._waiting_s = 0.0
-        self._heard_s = self._beat_s = self._sampled_s = time.monotonic()
+        self._busy_s = self._waiting_s = self._paused_before_s = 0.0
+        self._beat_s = self._sampled_s = time.monotonic()
         self._asked_prompts = 0  # received and wanted, when it last asked
+        self._newest = engine.version  # of the trainer, as far as is known
         self._receiving: Offer | None = None
+        self._round = -1  # of the newest offer
         self._staged = False
         self._draining = False
-        self._sample: SampleRollout | None = None
+        self._hand_over_until_s: float | None = None  # the trainer ends, and the run does not
         self._stopping: str | None = None
 
+    @property
+    def generated(self) -> int:
+        return self._maker.generated
+
     def run(self) -> int:
-        """Search until the trainer says stop, a signal arrives, or the trainer is gone; the exit code."""
+        """Search until the run has ended, a signal arrives, or there is no trainer for too long; the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        sender = self._join()
+        self._link = TrainerLink(
+            self._config.transport, self._rendezvous, find=self._find, dial=self._dial, hello=self._hello
+        )
         while self._stopping is None:
             idle_from_s = time.monotonic()
-            for message in self._control.poll(self._patience_s()):
+            for message in self._link.poll(self._patience_s()):
                 self._handle(message)
-            # Its mail has been read: a searcher that was suspended does not take its own silence for the trainer's.
-            silent = idle_from_s - self._heard_s > self._config.transport.lease_s
+            if not self._link.tend():
+                return self._give_up()
+            if self._outbox is None:
+                continue
             self._take_weights()
-            self._evaluate_if_asked(sender)
-            if sender.room and not self._draining:
+            self._evaluate_if_asked(self._outbox)
+            if self._outbox.room and not self._draining:
                 self._fill_engine()
             self._beat()
             if self._engine.n_unfinished:
-                self._generate(sender)
+                self._generate(self._outbox)
             else:
                 self._waiting_s += time.monotonic() - idle_from_s
-            sender.flush()
-            if silent:
-                _log.warning("the trainer was silent for %g s; leaving", self._config.transport.lease_s)
-                sender.close(linger_s=0.0)
-                self._say_goodbye()  # one that is only slow hears it
-                self._control.close(linger_s=0.0)
-                return TRAINER_GONE
-        return self._leave(sender)
+            self._outbox.flush()
+            self._hand_over(self._outbox)
+        return self._leave()
 
     def _patience_s(self) -> float:
         """How long to wait for a message: not at all while there is something to generate."""
@@ -153,7 +140,7 @@ class Searcher:
     @property
     def _paused_s(self) -> float:
         """Seconds that new weights took from generating."""
-        return self._engine.paused_s + self._engine.recompute_s
+        return self._engine.paused_s + self._engine.recompute_s - self._paused_before_s
 
     @property
     def _idle_s(self) -> float:
@@ -164,64 +151,94 @@ class Searcher:
 
     # ---- joining and leaving
 
-    def _join(self) -> RolloutOutbox:
-        self._control.send(
-            Hello(
-                token=self._token,
-                searcher=self._name,
-                host=self._host,
-                workers=self._engine.workers,
-                version=str(self._engine.version),
-            )
+    def _hello(self) -> Hello:
+        return Hello(
+            token="",
+            searcher=self._name,
+            host=self._host,
+            workers=self._engine.workers,
+            version=str(self._engine.version),
+            source=self._config.search.source,
+            takes_every=takes_every(self._config),
+            prompts=self._task.n_train,
+            generated=self.generated,
         )
-        deadline_s = time.monotonic() + self._config.transport.lease_s
-        outbox: RolloutOutbox | None = None
-        while outbox is None and time.monotonic() < deadline_s and self._stopping is None:
-            for message in self._control.poll(0.2):
-                self._handle(message)  # an offer may come in one breath with the welcome
-                if isinstance(message, Welcome):
-                    outbox = self._connect(message.shards, self._token, self._name)
-                elif isinstance(message, Refused):
-                    raise TransportError(f"the trainer refused this searcher: {message.reason}")
-        if outbox is not None:
-            return outbox
-        if self._stopping is not None:
-            return self._connect((), self._token, self._name)
-        raise TransportError(f"no trainer answered within {self._config.transport.lease_s} s; is it still running?")
 
-    def _leave(self, sender: RolloutOutbox) -> int:
+    def _welcome(self, message: Welcome) -> None:
+        """Joined. What another trainer had asked for is of no interest to this one; what was generated is."""
+        self._newest = PolicyVersion.parse(message.newest)
+        if self._outbox is None:
+            self._outbox = self._connect(message.shards, self._link.token, self._name)
+        else:
+            self._outbox.reconnect(message.shards, self._link.token)
+        self._queue.clear()  # they are leased anew
+        self._evaluations.clear()
+        self._evaluating = False
+        self._received_prompts = self._asked_prompts = 0
+        self._receiving, self._round, self._staged, self._draining = None, -1, False, False
+        self._busy_s = self._waiting_s = 0.0
+        self._paused_before_s = self._engine.paused_s + self._engine.recompute_s
+        self._hand_over_until_s = None
+
+    def _hand_over(self, outbox: RolloutOutbox) -> None:
+        """To a trainer that ends: say goodbye once it has all that was generated, and wait for the next one."""
+        until_s = self._hand_over_until_s
+        if until_s is not None and (not outbox.unacknowledged or time.monotonic() > until_s):
+            self._hand_over_until_s = None
+            self._say_goodbye()
+            self._link.wait_for_next()
+
+    def _give_up(self) -> int:
+        _log.warning("no trainer for %g s; leaving", self._config.transport.patience_s)
+        if self._outbox is not None:
+            self._outbox.close(linger_s=0.0)
+        self._say_goodbye()  # one that is only slow hears it
+        self._link.close(linger_s=0.0)
+        self._engine.close()
+        return TRAINER_GONE
+
+    def _leave(self) -> int:
         self._engine.abort_all()
-        sender.close()
+        if self._outbox is not None:
+            self._outbox.close()
         self._say_goodbye()
-        self._control.close()
+        self._link.close()
         self._engine.close()
         _log.info("searcher %s leaves (%s) after %d rollouts", self._name, self._stopping, self.generated)
         return 0
 
     def _say_goodbye(self) -> None:
-        self._control.send(
+        self._link.send(
             Goodbye(generated=self.generated, busy_s=self._busy_s, idle_s=self._idle_s, paused_s=self._paused_s)
         )
 
     # ---- messages
 
     def _handle(self, message: ToSearcher) -> None:
-        self._heard_s = time.monotonic()
         match message:
+            case Welcome():
+                self._welcome(message)
             case Lease():
                 self._received_prompts += message.count
                 for position in range(message.start, message.start + message.count):
                     prompt = self._task.train_prompt(position)
                     self._queue.append(Visit(lease=message.lease, position=position, prompt=prompt))
             case Offer():
-                self._receiving, self._staged = message, False
-                self._engine.begin_receive(message, self._config.weights.timeout_s)
+                if message.round > self._round:  # one that comes after a newer one is called off already
+                    self._receiving, self._round, self._staged = message, message.round, False
+                    self._engine.begin_receive(message, self._config.weights.timeout_s)
             case Evaluate():
                 self._evaluations.append(PolicyVersion.parse(message.version))
             case Stop():
-                self._stopping = message.reason
-            case Beat() | Welcome() | Refused():
-                pass
+                if message.final:
+                    self._stopping = message.reason
+                else:
+                    self._queue.clear()
+                    self._hand_over_until_s = time.monotonic() + _HAND_OVER_S
+            case Beat():
+                self._newest = PolicyVersion.parse(message.newest)
+            case Refused() | Unknown():
+                pass  # the link has dealt with them
 
     def _beat(self) -> None:
         now_s = time.monotonic()
@@ -232,7 +249,7 @@ class Searcher:
         if not due and asked <= self._asked_prompts:
             return
         self._beat_s, self._asked_prompts = now_s, asked
-        self._control.send(
+        self._link.send(
             Heartbeat(
                 generated=self.generated,
                 busy_s=self._busy_s,
@@ -241,14 +258,18 @@ class Searcher:
                 version=str(self._engine.version),
                 wanted_prompts=wanted,
                 received_prompts=self._received_prompts,
+                evaluates=self._evaluating or bool(self._evaluations),
             )
         )
 
     def _tell_sample(self, now_s: float) -> None:
         # On a clock of its own: a busy searcher asks for prompts more often than heartbeats are due.
-        if self._sample is not None and now_s - self._sampled_s >= self._config.transport.heartbeat_s:
-            self._control.send(self._sample)
-            self._sample, self._sampled_s = None, now_s
+        if now_s - self._sampled_s < self._config.transport.heartbeat_s:
+            return
+        self._sampled_s = now_s
+        sample = self._maker.take_sample()
+        if sample is not None:
+            self._link.send(sample)
 
     # ---- weights
 
@@ -263,7 +284,7 @@ class Searcher:
         self._draining |= self._staged and self._config.search.in_flight == "drain"
         if status.state is ReceiveState.FAILED:
             _log.warning("version %s did not arrive: %s", offer.version, status.reason)
-            self._control.send(ReceiveFailed(version=offer.version, round=offer.round, reason=status.reason))
+            self._link.send(ReceiveFailed(version=offer.version, round=offer.round, reason=status.reason))
         if status.state in (ReceiveState.FAILED, ReceiveState.NONE):
             self._receiving, self._draining = None, False
 
@@ -277,16 +298,16 @@ class Searcher:
     def _apply(self, offer: Offer) -> None:
         paused_s = self._engine.paused_s
         self._engine.apply()
-        self._control.send(Applied(version=offer.version, pause_s=self._engine.paused_s - paused_s))
+        self._link.send(Applied(version=offer.version, pause_s=self._engine.paused_s - paused_s))
         if offer.probe:
             started_s, recompute_s = time.monotonic(), self._engine.recompute_s
             (logprobs,) = self._engine.score([np.array(offer.probe, np.int32)])
             self._worked(started_s, recompute_s)  # its steps serve everything in flight
-            self._control.send(Probed(version=offer.version, logprobs_nats=tuple(logprobs.tolist())))
+            self._link.send(Probed(version=offer.version, logprobs_nats=tuple(logprobs.tolist())))
 
     # ---- evaluation
 
-    def _evaluate_if_asked(self, sender: RolloutOutbox) -> None:
+    def _evaluate_if_asked(self, outbox: RolloutOutbox) -> None:
         if not self._evaluations or self._evaluations[0] != self._engine.version:
             return
         version = self._evaluations.popleft()
@@ -294,6 +315,7 @@ class Searcher:
         self._queue.extendleft(reversed(self._visits.values()))
         self._visits.clear()
         config = self._config.evaluation
+        self._evaluating = True
         done = evaluate(
             self._engine,
             self._task,
@@ -306,22 +328,24 @@ class Searcher:
                 eos_ids=self._tokenizer.eos_ids,
             ),
             in_engine=self._config.search.prompts_in_engine,
-            go_on=lambda: self._go_on(sender),
+            go_on=lambda: self._go_on(outbox),
         )
+        self._evaluating = False
         if done is None:
             return
-        self._control.send(
+        self._link.send(
             Evaluated(version=str(version), accuracy=done.accuracy, problems=done.problems, seconds=done.seconds)
         )
 
-    def _go_on(self, sender: RolloutOutbox) -> bool:
+    def _go_on(self, outbox: RolloutOutbox) -> bool:
         """Between two steps of an evaluation: hear and be heard."""
-        for message in self._control.poll(0.0):
+        for message in self._link.poll(0.0):
             self._handle(message)
+        self._link.tend()
         self._watch_receive()
-        sender.flush()
+        outbox.flush()
         self._beat()
-        return self._stopping is None
+        return self._stopping is None and self._evaluating
 
     # ---- generation
 
@@ -333,13 +357,13 @@ class Searcher:
             self._visits[request_id] = visit
             self._engine.submit(request_id, visit.prompt.token_ids, self._sampling)
 
-    def _generate(self, sender: RolloutOutbox) -> None:
+    def _generate(self, outbox: RolloutOutbox) -> None:
         started_s, recompute_s = time.monotonic(), self._engine.recompute_s
         for request_id, completions in self._engine.step():
             visit = self._visits.pop(request_id)
             finished = [c for c in completions if c.stop_reason is not StopReason.ABORT]
             if finished:
-                sender.send(self._score(visit, finished))
+                outbox.send(self._maker.make(visit, finished, self._newest))
             else:
                 self._queue.append(visit)  # its lease is open until a group arrives
         self._worked(started_s, recompute_s)
@@ -347,45 +371,6 @@ class Searcher:
     def _worked(self, since_s: float, recompute_s: float) -> None:
         """The time since then was generating and scoring, but for what was computed again."""
         self._busy_s += time.monotonic() - since_s - (self._engine.recompute_s - recompute_s)
-
-    def _score(self, visit: Visit, completions: Sequence[Completion]) -> RolloutGroup:
-        """Completions become rollouts; they count as generated before they are sent."""
-        scores = self._task.score(visit.prompt, completions)
-        objective = self._config.objective
-        rollouts = []
-        for completion, score in zip(completions, scores, strict=True):
-            truncated = completion.stop_reason is StopReason.LENGTH
-            penalty = objective.truncated_penalty if truncated and objective.truncated == "penalise" else 0.0
-            rollouts.append(
-                Rollout(
-                    rollout_id=RolloutId(self._name, self._next_sequence),
-                    token_ids=completion.token_ids,
-                    reward=score - penalty,
-                    stop_reason=completion.stop_reason,
-                    spans=completion.spans,
-                    source=self._source,
-                    behaviour_logprobs=completion.behaviour_logprobs,
-                )
-            )
-            self._next_sequence += 1
-        self.generated += len(rollouts)
-        self._keep_sample(visit.prompt, rollouts[0])
-        return RolloutGroup(
-            prompt_id=visit.prompt.prompt_id,
-            prompt_token_ids=visit.prompt.token_ids,
-            rollouts=tuple(rollouts),
-            lease=visit.lease,
-        )
-
-    def _keep_sample(self, prompt: Prompt, rollout: Rollout) -> None:
-        """One rollout a heartbeat, as text."""
-        if self._sample is None and math.isfinite(rollout.reward):
-            self._sample = SampleRollout(
-                prompt=self._tokenizer.decode(prompt.token_ids),
-                completion=self._tokenizer.decode(rollout.token_ids),
-                reward=rollout.reward,
-                version=str(rollout.version),
-            )
 
 
 def new_name(host: str) -> str:

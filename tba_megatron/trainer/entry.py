@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import secrets
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,9 +11,10 @@ from tba_megatron.buffer.sampler import make_sampler
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.buffer.stored_shard import REPLAY, StoredShard, generations
 from tba_megatron.config import Config
-from tba_megatron.config_search import VllmEngineConfig
+from tba_megatron.config_search import AddressRendezvous, VllmEngineConfig
 from tba_megatron.config_sections import SearcherData, SegmentsConfig
 from tba_megatron.dist import Groups, prepare_weight_groups
+from tba_megatron.errors import TransportError
 from tba_megatron.loss.registry import make_loss
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.all_or_none import AllOrNone
@@ -31,9 +32,11 @@ from tba_megatron.trainer.recording import Recorder
 from tba_megatron.trainer.result import write_result
 from tba_megatron.trainer.run_state import RunState
 from tba_megatron.transport.control import ControlServer
+from tba_megatron.transport.fleet import FleetSettings
 from tba_megatron.transport.registry import PromptLeases
 from tba_megatron.transport.rendezvous import Rendezvous, withdraw_rendezvous, write_rendezvous
 from tba_megatron.transport.rollouts import RolloutReceiver, owner_of
+from tba_megatron.transport.sockets import listen_at, new_secret, read_secret
 from tba_megatron.transport.weight_files import remove_old, version_folder, write_marker
 from tba_megatron.types import PolicyVersion
 
@@ -53,8 +56,8 @@ def train(config: Config, groups: Groups) -> int:
         remove_old(weights, keep=1)
     prepare_weight_groups()
     with ExitStack() as stack:
-        token = from_rank_0(secrets.token_hex(16) if groups.rank == 0 else None, groups)
-        receiver = _open_receiver(config, token, shard, stack) if shard is not None else None
+        token = _secret(config, groups)
+        receiver = _open_receiver(config, groups, token, shard, stack) if shard is not None else None
         addresses = gather_on_all(receiver.address if receiver else "", groups)
         control = _open_control(config, groups, addresses, token, state)
         files = VersionFiles(weights=weights, template=config.start_model, dtype=_wire_dtype(config))
@@ -79,8 +82,9 @@ def train(config: Config, groups: Groups) -> int:
             chief = Chief(
                 config=config, control=control, desk=desk, probes=probes, sampler=sampler, log=log, state=state
             )
-            _announce(config, control, token, state, weights)
-            stack.callback(withdraw_rendezvous, config.run.folder, token)
+            if config.transport.rendezvous.kind == "folder":
+                _announce(config, control, token, state, weights)
+                stack.callback(withdraw_rendezvous, config.run.folder, token)
         loop = TrainLoop(
             config=config,
             groups=groups,
@@ -100,7 +104,7 @@ def train(config: Config, groups: Groups) -> int:
             step=state.step,
         )
         code = loop.run()
-        if loop.version.step >= config.trainer.steps:
+        if loop.complete:
             export_policy(config, model.policy.chunks, groups, config.run.folder / "hf")
         if chief is not None:
             write_result(config.run.folder, chief.result(loop.version.step))
@@ -129,11 +133,31 @@ def _build_shard(config: Config, groups: Groups) -> StoredShard | None:
     )
 
 
-def _open_receiver(config: Config, token: str, shard: StoredShard, stack: ExitStack) -> RolloutReceiver:
+def _secret(config: Config, groups: Groups) -> str:
+    """Of this run: from the file that searchers read too, or a new one for each attempt. Checks who can be reached."""
+    hosts = dict.fromkeys(gather_on_all(socket.gethostname(), groups))
+    secret: str | None = None
+    with AllOrNone("", groups.world):
+        if config.transport.sockets == "ipc" and len(hosts) > 1:
+            raise TransportError(
+                f"transport.sockets: ipc reaches one host only, but the trainer runs on {', '.join(hosts)}; set it to "
+                f"tcp and transport.host to the address of {next(iter(hosts))}"
+            )
+        if groups.rank == 0:
+            where = config.transport.rendezvous
+            secret = read_secret(where.key_file) if isinstance(where, AddressRendezvous) else new_secret()
+    return from_rank_0(secret, groups)
+
+
+def _open_receiver(
+    config: Config, groups: Groups, secret: str, shard: StoredShard, stack: ExitStack
+) -> RolloutReceiver:
     files = config.buffer.segments
     receiver = RolloutReceiver(
-        config.transport.host,
-        token,
+        listen_at(config.transport, config.run.folder, secret),
+        secret,
+        name=f"shard-{groups.dp_rank}",
+        most_bytes=config.most_message_bytes,
         log=shard.log,
         delivered=shard.delivered,
         window_bytes=config.transport.window_bytes,
@@ -186,6 +210,7 @@ def _announce(config: Config, control: ControlServer, token: str, state: RunStat
         config.run.folder,
         Rendezvous(
             address=control.address,
+            host=socket.gethostname(),
             token=token,
             attempt=state.history.attempt,
             weights=str(weights.resolve()),
@@ -217,13 +242,18 @@ def _open_control(
 ) -> ControlServer | None:
     if groups.rank != 0:
         return None
+    attempt = state.history.attempt
     return ControlServer(
-        host=config.transport.host,
+        listen_at(config.transport, config.run.folder, token),
+        token,
+        FleetSettings(
+            lease_s=config.transport.lease_s,
+            silent_s=config.transport.silent_s,
+            max_ahead_groups=config.max_ahead_groups,
+            shards=tuple(addresses[rank] for rank in groups.leader_ranks),
+            epochs=config.search.epochs,
+        ),
         port=config.transport.control_port,
-        token=token,
-        lease_s=config.transport.lease_s,
-        max_ahead_groups=config.max_ahead_groups,
-        shards=tuple(addresses[rank] for rank in groups.leader_ranks),
-        newest=PolicyVersion(state.history.attempt, state.step),
-        leases=PromptLeases(state.next_position, list(state.unfinished_prompts)),
+        newest=PolicyVersion(attempt, state.step),
+        leases=PromptLeases(state.next_position, list(state.unfinished_prompts), attempt=attempt),
     )

@@ -36,7 +36,7 @@ from tba_megatron.trainer.exchange import (
 )
 from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.model import Policy, to_device
-from tba_megatron.trainer.notes import DrawFacts, MessageCounts, Note, draw_facts
+from tba_megatron.trainer.notes import DrawFacts, MessageCounts, Note, SourceCounts, draw_facts, received_by_source
 from tba_megatron.trainer.probe import Prober
 from tba_megatron.trainer.publish import Publisher
 from tba_megatron.trainer.recording import Recorder
@@ -93,6 +93,7 @@ class TrainLoop:
         self._step = step
         self._writer = writer
         self._signal = 0
+        self.complete = False  # the run is at its end
         self._intake_s: float | None = None  # the most that the next intake may take; None: as long as it takes
         self._reclaimed_at = 0  # the segment that was current when old ones were last looked for
 
@@ -113,6 +114,7 @@ class TrainLoop:
             if plan.action is Action.SAVE or plan.save:
                 self._save(wait=plan.action is not Action.TRAIN or not self._config.trainer.async_save)
             if plan.action is Action.STOP:
+                self.complete = plan.complete
                 self._finish()
                 return plan.exit_code
             if plan.action is Action.WAIT:
@@ -158,14 +160,15 @@ class TrainLoop:
         if stored is None or receiver is None:
             return Note()
         arrived: Counter[int] = Counter()
-        rollouts = tokens = 0
+        by_source: dict[str, SourceCounts] = {}
         failure = ""
         try:
             a_step = math.ceil(self._config.trainer.prompts_per_step / self._groups.dp_size)
             for arrival in receiver.drain(self._intake_s, a_step):
                 stored.take(arrival.batch, arrival.sender, arrival.sequence, arrival.end)
                 arrived.update(arrival.batch.lease_G.tolist())
-                rollouts, tokens = rollouts + arrival.batch.n_rollouts, tokens + len(arrival.batch.token_ids_T)
+                for source, counts in received_by_source(arrival.batch).items():
+                    by_source[source] = by_source.get(source, SourceCounts()) + counts
             if stored.segment > self._reclaimed_at:
                 self._reclaim(stored)
         except TbaError as error:
@@ -174,8 +177,7 @@ class TrainLoop:
             report=self._sampler.report(stored.shard, self._history, self._step),
             counts=stored.shard.counts(),
             arrived=dict(arrived),
-            received_rollouts=rollouts,
-            received_tokens=tokens,
+            received_by_source=by_source,
             messages=MessageCounts(
                 refused=receiver.refused,
                 corrupt=receiver.corrupt,
@@ -267,7 +269,7 @@ class TrainLoop:
         """Let searchers go, take in what they still sent, and close the books."""
         self._finish_save()
         if self._chief is not None:
-            self._chief.dismiss_searchers()
+            self._chief.dismiss_searchers(self._step)
         while True:
             notes = self._exchange_notes()
             if from_rank_0(self._chief.books_closed(notes) if self._chief else None, self._groups):

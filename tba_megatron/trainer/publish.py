@@ -135,10 +135,12 @@ class PublishDesk:
         self.late_total = 0  # searchers that took longer than the deadline to apply a version
         self.last_sync_s = 0.0
 
-    def plan(self, members: Sequence[Member], version: PolicyVersion, *, sending: bool) -> PublishPlan | None:
+    def plan(
+        self, members: Sequence[Member], version: PolicyVersion, *, sending: bool, everybody: bool = False
+    ) -> PublishPlan | None:
         """Who gets ``version``; None while the last version is on its way or nobody needs this one.
 
-        ``sending``: some rank's last snapshot has not left.
+        ``sending``: some rank's last snapshot has not left. ``everybody``: also searchers that are meant to lag.
         """
         now_s = time.monotonic()
         self._absorb(members, now_s)
@@ -149,7 +151,7 @@ class PublishDesk:
             if version != self._planned:
                 self._note_due(version)
             return None
-        cohorts = self._cohorts.plan(members, version, now_s)
+        cohorts = self._cohorts.plan(members, version, now_s, everybody=everybody)
         if not cohorts:
             return None
         self._note_due(version)

@@ -21,6 +21,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     skipped_steps: int
     # The rest is about searchers, and keeps these values where a run has none.
     attempt: int = 0
+    data_ended: bool = False  # before all steps were made: every prompt was visited ``search.epochs`` times
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     weight_versions: int = 0
@@ -29,6 +30,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     probe_alerts: int = 0  # searchers that did not run what they were sent
     trainer_wait_fraction: float = 0.0  # of the time from the first step on
     searcher_idle_fraction: float = 0.0  # of the searchers' time
+    searchers_joined: int = 0  # in this attempt; one that was lost and came back counts once
+    searchers_lost: int = 0
     age_steps_p50: int = 0
     age_steps_max: int = 0
     first_time_share: float = 0.0  # of the rollouts in all steps, copies counted: those that were in no step before

@@ -1,12 +1,13 @@
 """Which searchers get a version through which broadcast group: pure state, without sockets or clocks.
 
 Searchers keep their cohort. A group is formed anew, under a number of its own, when a member is gone, has come, or has
-left the group after a failure; nothing else in the run notices.
+left the group after a failure; nothing else in the run notices. Who takes versions more rarely than another is never
+in one cohort with it, and who takes none is in no cohort.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tba_megatron.transport.registry import Member
@@ -18,6 +19,7 @@ _NO_GROUP = -1
 @dataclass
 class _Cohort:
     replica: int
+    takes_every: int  # of all its members
     searchers: tuple[str, ...] = ()
     epoch: int = _NO_GROUP
     version: PolicyVersion | None = None  # that was sent last in this epoch
@@ -32,19 +34,25 @@ class Cohorts:
         self._cohorts: list[_Cohort] = []
         self._last_epoch = _NO_GROUP
 
-    def plan(self, members: Sequence[Member], version: PolicyVersion, now_s: float) -> tuple[CohortPlan, ...]:
+    def plan(
+        self, members: Sequence[Member], version: PolicyVersion, now_s: float, *, everybody: bool = False
+    ) -> tuple[CohortPlan, ...]:
         """The cohorts that get ``version``, and how; empty when nobody needs it.
 
         A cohort whose members still have to apply their last version is passed over for at most ``apply_s``: a version
-        for each step is of no use to a searcher that needs longer than a step to take one.
+        for each step is of no use to a searcher that needs longer than a step to take one. So is, unless ``everybody``
+        is to have the version, a cohort of a group that stands while the version is of the same attempt and fewer than
+        ``takes_every`` steps newer than its last. A group that is formed anew gets the version at once: who has just
+        come must not search with older weights than it could.
         """
-        by_name = {member.searcher: member for member in members}
-        self._assign(sorted(by_name))
+        by_name = {member.searcher: member for member in members if member.takes_every > 0}
+        self._assign(by_name)
         plans = []
         for cohort in self._cohorts:
             own = [by_name[searcher] for searcher in cohort.searchers]
             whole = cohort.epoch != _NO_GROUP and all(m.epoch == cohort.epoch for m in own)
-            if whole and (cohort.version == version or self._applying(cohort, own, now_s)):
+            lags = not everybody and _lags(cohort, version)
+            if whole and (cohort.version == version or lags or self._applying(cohort, own, now_s)):
                 continue
             if not whole:
                 self._last_epoch += 1
@@ -80,27 +88,32 @@ class Cohorts:
     def _applying(self, cohort: _Cohort, members: Sequence[Member], now_s: float) -> bool:
         return now_s - cohort.sent_s <= self._apply_s and any(_is_applying(member, cohort) for member in members)
 
-    def _assign(self, searchers: Sequence[str]) -> None:
+    def _assign(self, members: Mapping[str, Member]) -> None:
         """Take out who is gone, give a place to who is new: where a group is formed anew anyway, else with few."""
-        living = set(searchers)
         for cohort in self._cohorts:
-            kept = tuple(searcher for searcher in cohort.searchers if searcher in living)
+            kept = tuple(s for s in cohort.searchers if s in members and members[s].takes_every == cohort.takes_every)
             if kept != cohort.searchers:
                 cohort.searchers, cohort.epoch = kept, _NO_GROUP
         placed = {searcher for cohort in self._cohorts for searcher in cohort.searchers}
-        for searcher in searchers:
+        for searcher in sorted(members):
             if searcher not in placed:
-                cohort = self._with_room()
+                cohort = self._with_room(members[searcher].takes_every)
                 cohort.searchers, cohort.epoch = (*cohort.searchers, searcher), _NO_GROUP
         self._cohorts = [cohort for cohort in self._cohorts if cohort.searchers]
 
-    def _with_room(self) -> _Cohort:
-        open_ = [cohort for cohort in self._cohorts if len(cohort.searchers) < self._size]
+    def _with_room(self, takes_every: int) -> _Cohort:
+        open_ = [c for c in self._cohorts if c.takes_every == takes_every and len(c.searchers) < self._size]
         if open_:
             return min(open_, key=lambda cohort: (cohort.epoch != _NO_GROUP, len(cohort.searchers)))
         served = [sum(cohort.replica == replica for cohort in self._cohorts) for replica in range(self._replicas)]
-        self._cohorts.append(_Cohort(replica=served.index(min(served))))
+        self._cohorts.append(_Cohort(replica=served.index(min(served)), takes_every=takes_every))
         return self._cohorts[-1]
+
+
+def _lags(cohort: _Cohort, version: PolicyVersion) -> bool:
+    """Whether ``version`` is not new enough for a cohort that has its last one."""
+    last = cohort.version
+    return last is not None and last.attempt == version.attempt and version.step - last.step < cohort.takes_every
 
 
 def _is_applying(member: Member, cohort: _Cohort) -> bool:

@@ -4,6 +4,9 @@ No sockets and no clocks: what arrives and what time it is come as arguments. A 
 receiver 0, 1, 2, ...; the receiver accepts only the number it expects next, and answers with that number and with
 credit. The sender keeps a message until an answer says that it is safe, and sends it again when no answer comes.
 
+Each message says which is the oldest that its sender still has. A receiver that expects an older one is another than
+the one that said it was safe, and has lost it (its log was damaged, or there was none): it goes on from the oldest.
+
 Credit is counted in bytes from a sender's first message on: it may begin a message while it has sent less than its
 limit. The limits of all senders, less what the trainer has taken in, sum to at most the window; so a shard that takes
 nothing in holds at most the window, and for each sender the one message that began below its limit.
@@ -64,11 +67,18 @@ class Inbound:
         self._window_bytes = window_bytes
         self._ahead_bytes = max(1, window_bytes // AHEAD_PARTS)
         self._senders = {name: _Sender(next_sequence=n) for name, n in (delivered or {}).items()}
+        self.forgotten = 0  # messages that no sender has any more and that are not among ``delivered``
 
-    def judge(self, sender: str, sequence: int, now_s: float) -> Verdict:
-        """What to do with a message that came whole; ``accepted`` has to follow once an accepted one is safe."""
+    def judge(self, sender: str, sequence: int, now_s: float, oldest: int = 0) -> Verdict:
+        """What to do with a message that came whole; ``accepted`` has to follow once an accepted one is safe.
+
+        ``oldest``, at most ``sequence``: the first message that the sender still had when it sent this one.
+        """
         known = self._senders.setdefault(sender, _Sender())
         known.heard_s = now_s
+        if oldest > known.next_sequence:
+            self.forgotten += oldest - known.next_sequence
+            known.next_sequence = oldest
         if sequence == known.next_sequence:
             return Verdict.ACCEPT
         return Verdict.DUPLICATE if sequence < known.next_sequence else Verdict.GAP
@@ -166,6 +176,11 @@ class Outbound:
         return self._next_sequence
 
     @property
+    def oldest(self) -> int:
+        """The first message that is kept, or the next one."""
+        return self._next_sequence - len(self._unacknowledged)
+
+    @property
     def n_unacknowledged(self) -> int:
         """Messages."""
         return len(self._unacknowledged)
@@ -186,7 +201,7 @@ class Outbound:
 
     def heard(self, answer: Answer, now_s: float) -> None:
         """Take an answer. One that is older than what is known, or that nobody can mean, changes nothing."""
-        oldest = self._next_sequence - len(self._unacknowledged)
+        oldest = self.oldest
         if not oldest <= answer.acknowledged <= self._next_sequence:
             return
         for _ in range(answer.acknowledged - oldest):
@@ -195,6 +210,15 @@ class Outbound:
             self._quiet_from_s, self._back_off = now_s, 1
             self._repeat = answer.acknowledged < self._suspect_below
         self._limit_bytes = max(self._limit_bytes, self._acknowledged_bytes + answer.room_bytes)
+
+    def reconnected(self) -> None:
+        """Another receiver is at the other end: the oldest message goes out at once, and credit begins anew.
+
+        No answer of the receiver before may be heard any more.
+        """
+        self._limit_bytes = self._acknowledged_bytes + 1
+        self._quiet_from_s, self._back_off = float("-inf"), 1
+        self._suspect_below, self._repeat = 0, False
 
     def due(self, now_s: float) -> list[Message]:
         """What has to be sent again; it counts as sent."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tba_megatron.rollout_batch import RolloutBatch
 from tba_megatron.rollout_batch import decode as decode_batch
@@ -28,7 +28,8 @@ from tba_megatron.types import RolloutGroup
 class MemoryRollouts:
     """A ``RolloutOutbox`` and the ``RolloutInbox`` behind it; the two ends may live in two threads."""
 
-    refused = corrupt = duplicates = gaps = 0  # nobody else can reach it, and nothing is lost on the way
+    refused = corrupt = duplicates = gaps = forgotten = 0  # nobody else can reach it, and nothing is lost on the way
+    unacknowledged = 0  # what is sent has arrived
     room = True
 
     def __init__(self, sender: str = "memory") -> None:
@@ -72,6 +73,10 @@ class MemoryRollouts:
             if groups >= min_groups and max_seconds is not None and time.monotonic() - started_s >= max_seconds:
                 return
 
+    def reconnect(self, addresses: Sequence[str], secret: str) -> int:
+        """There is one shard, and it is never another."""
+        return 0
+
     def close(self, linger_s: float = 0.0) -> int:
         self.flush()
         return 0
@@ -88,14 +93,14 @@ class MemoryControl:
         self._told.put(encode(message))
 
     def send(self, message: FromSearcher) -> None:
-        self.heard.append(decode_from_searcher(encode(message)))
+        self.heard.append(decode_from_searcher(encode(message))[1])
 
     def poll(self, timeout_s: float = 0.0) -> list[ToSearcher]:
         messages: list[ToSearcher] = []
         try:
-            messages.append(decode_to_searcher(self._told.get(timeout=timeout_s)))
+            messages.append(decode_to_searcher(self._told.get(timeout=timeout_s))[1])
             while True:
-                messages.append(decode_to_searcher(self._told.get_nowait()))
+                messages.append(decode_to_searcher(self._told.get_nowait())[1])
         except queue.Empty:
             return messages
 

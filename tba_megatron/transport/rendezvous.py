@@ -11,12 +11,14 @@ from tba_megatron.errors import TransportError
 
 FILE = "rendezvous.json"
 HELD = ".start-"  # how folders in ``weights`` are called that hold a version for a searcher that starts
+MARKER = "newest.json"  # of the folder of versions: which one to start from
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """``weights``: the folder of published versions; its marker names the one to start an engine from."""
 
     address: str
+    host: str  # where the trainer's rank 0 runs
     token: str
     attempt: int
     weights: str

@@ -1,8 +1,9 @@
 """Rollouts on the wire, and the shard's end of it; a searcher's end is in rollout_sender.py.
 
 A message is [token, head, payload]: who sends it, its number and checksum, and an encoded ``RolloutBatch``; without a
-payload it only asks for an answer. A thread of the shard receives while the trainer computes: it writes each message
-to the log, if there is one, and acknowledges it after that. What is sent when, and again, is decided in delivery.py.
+payload it only asks for an answer. The token is the run's secret. A thread of the shard receives while the trainer
+computes: it writes each message to the log, if there is one, and acknowledges it after that. What is sent when, and
+again, is decided in delivery.py.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import msgspec
 import xxhash
 import zmq
 
-from tba_megatron.errors import TbaError, TransportError, shown
+from tba_megatron.errors import TbaError
 from tba_megatron.rollout_batch import RolloutBatch, decode
 from tba_megatron.transport.delivery import Inbound, Verdict
+from tba_megatron.transport.sockets import MOST_BYTES, Listen, Router
 from tba_megatron.types import LogPosition, RolloutGroup
 
 _log = logging.getLogger(__name__)
@@ -32,15 +34,18 @@ _WAKE = b"wake"
 _TURN_MESSAGES = 16  # received between two looks at what the trainer has taken in
 _COPY_BYTES = 1 << 16  # shorter ones may lie unaligned in a buffer of ZeroMQ's, which they would keep alive
 
-_Number = Annotated[int, msgspec.Meta(ge=0)]
+_MOST_FRAMES = 3
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
     """Of a message."""
 
-    sender: str  # an incarnation: a searcher that starts again is another one
+    sender: Annotated[str, msgspec.Meta(max_length=256)]  # one numbering of one incarnation of a searcher
     sequence: _Number
     checksum: int  # XXH3 of the payload, 64 bits
+    oldest: _Number = 0  # the first message that the sender still has, or will have
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -80,7 +85,7 @@ class RolloutInbox(Protocol):
 
     @property
     def refused(self) -> int:
-        """Those without the run's token, and those that are no batch of rollouts."""
+        """Those without the run's token, those that are too large or no batch of rollouts; and peers not let in."""
         ...
 
     @property
@@ -91,6 +96,11 @@ class RolloutInbox(Protocol):
 
     @property
     def gaps(self) -> int: ...
+
+    @property
+    def forgotten(self) -> int:
+        """Those that were acknowledged before the shard began anew, and that its log does not have."""
+        ...
 
     @property
     def waiting_bytes(self) -> int:
@@ -115,7 +125,21 @@ class RolloutOutbox(Protocol):
         """False while more waits to be sent than a message may hold: make no new rollouts."""
         ...
 
+    @property
+    def unacknowledged(self) -> int:
+        """Rollouts that no shard has said to have."""
+        ...
+
     def send(self, group: RolloutGroup) -> None: ...
+
+    def reconnect(self, addresses: Sequence[str], secret: str) -> int:
+        """Go on with the shards of the trainer's next attempt; the number of rollouts that are given up.
+
+        As many shards as before get all that is not acknowledged, under the same numbers. Other shards know nothing of
+        those: what was sent and not acknowledged may be stored or not, so it is given up, and what was not sent goes to
+        the new owners. TransportError for an address that is none; all is as before then.
+        """
+        ...
 
     def flush(self) -> None:
         """Send what may be sent, hear answers, send again what is due; never waits. Call it often."""
@@ -131,21 +155,24 @@ class RolloutReceiver:
 
     ``delivered`` says for senders of before how many of their messages the log holds. Of all senders together, about
     ``window_bytes`` wait at most. With a log, it is synced every ``fsync_every_s`` when there is something new; 0:
-    never. TransportError when ``host`` cannot be listened on. ``drain`` raises what has ended the receiving.
+    never. ``most_bytes`` of a message are taken. TransportError when it cannot listen. ``drain`` raises what has ended
+    the receiving.
     """
 
     def __init__(
         self,
-        host: str,
-        token: str,
+        listen: Listen,
+        secret: str,
         *,
+        name: str = "shard-0",
         port: int = 0,
         log: ArrivalLog | None = None,
         delivered: Mapping[str, int] | None = None,
         window_bytes: int = 256 << 20,
         fsync_every_s: float = 0.0,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
-        self._token, self._arrival_log, self._fsync_every_s = token.encode(), log, fsync_every_s
+        self._token, self._arrival_log, self._fsync_every_s = secret.encode(), log, fsync_every_s
         self._inbound = Inbound(window_bytes, delivered)
         self._peers: dict[str, bytes] = {}  # where a sender was last heard
         self._arrived: deque[Arrival] = deque()
@@ -155,17 +182,11 @@ class RolloutReceiver:
         self._closing = threading.Event()
         self._written = threading.Event()  # something in the log may not be synced
         self._woken = False
-        self.refused = self.corrupt = self.duplicates = self.gaps = 0
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.set_hwm(0)
-        try:
-            self._router.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise TransportError(f"transport.host: cannot listen on {host}: {error}") from None
-        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._wake_in, self._wake_out = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self.corrupt = self.duplicates = self.gaps = 0
+        self._router = Router(listen, name, secret, port=port, most_bytes=most_bytes)
+        self.address = self._router.address
+        context = self._router.context
+        self._wake_in, self._wake_out = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._wake_in.bind("inproc://wake")
         self._wake_out.connect("inproc://wake")
         self._threads = [threading.Thread(target=self._run, args=(self._serve,), name="receive-rollouts", daemon=True)]
@@ -177,6 +198,14 @@ class RolloutReceiver:
             thread.start()
 
     # ---- the trainer's thread
+
+    @property
+    def refused(self) -> int:
+        return self._router.refused
+
+    @property
+    def forgotten(self) -> int:
+        return self._inbound.forgotten
 
     @property
     def waiting_bytes(self) -> int:
@@ -202,14 +231,14 @@ class RolloutReceiver:
 
     def close(self) -> None:
         """End the thread. What was not drained is lost, unless there is a log."""
-        if self._context.closed:
+        if self._router.context.closed:
             return
         self._closing.set()
         self._written.set()
         self._wake()
         for thread in self._threads:
             thread.join()
-        self._context.destroy(linger=0)
+        self._router.close(0.0)
 
     def _wake(self) -> None:
         if not self._woken:
@@ -232,7 +261,7 @@ class RolloutReceiver:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._router.socket, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
         while not self._closing.is_set():
             ready = dict(poller.poll())
@@ -242,12 +271,12 @@ class RolloutReceiver:
             if self._wake_in in ready:
                 self._wake_in.recv()
                 to_answer |= self._hear_taken()
-            if self._router in ready:
+            if self._router.socket in ready:
                 to_answer |= self._receive_some()
             now_s = time.monotonic()
             for sender in to_answer:
                 answer = self._inbound.answer(sender, now_s)
-                self._router.send_multipart([self._peers[sender], _encoder.encode(answer)])
+                self._router.socket.send_multipart([self._peers[sender], _encoder.encode(answer)])
 
     def _hear_taken(self) -> set[str]:
         """Credit for what the trainer has taken in; who has to be told."""
@@ -261,10 +290,12 @@ class RolloutReceiver:
         """Take in some messages; the senders that get an answer."""
         heard: set[str] = set()
         for _ in range(_TURN_MESSAGES):
-            try:
-                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            message = self._router.receive(_MOST_FRAMES)
+            if message is None:
                 break
+            if not message:
+                continue
+            peer, *frames = message
             sender = self._receive(frames)
             if sender is not None:
                 self._peers[sender] = peer.bytes
@@ -274,26 +305,28 @@ class RolloutReceiver:
     def _receive(self, frames: Sequence[zmq.Frame]) -> str | None:
         """Take in one message; its sender, unless it may not or cannot be answered."""
         if not frames or not hmac.compare_digest(frames[0].bytes, self._token):
-            self._refuse("it lacks the token of this run")
+            self._router.refuse("it lacks the token of this run")
             return None
         try:
             _, head_frame, *payloads = frames
             head = _heads.decode(head_frame.buffer)
-            if len(payloads) > 1:
-                raise ValueError(f"{len(frames)} frames")
+            if head.oldest > head.sequence:
+                raise ValueError(
+                    f"its sender says to have message {head.oldest} and later ones, and sends {head.sequence}"
+                )
         except ValueError as error:
-            self._refuse(str(error))
+            self._router.refuse(str(error))
             return None
         now_s = time.monotonic()
         if not payloads:
-            self._inbound.judge(head.sender, head.sequence, now_s)
+            self._inbound.judge(head.sender, head.sequence, now_s, head.oldest)
             return head.sender
         payload = memoryview(payloads[0].bytes if len(payloads[0]) < _COPY_BYTES else payloads[0].buffer)
         if xxhash.xxh3_64_intdigest(payload) != head.checksum:
             self.corrupt += 1
             _log.warning("rollouts: message %d of %s came damaged; it will be sent again", head.sequence, head.sender)
             return None
-        match self._inbound.judge(head.sender, head.sequence, now_s):
+        match self._inbound.judge(head.sender, head.sequence, now_s, head.oldest):
             case Verdict.ACCEPT:
                 self._accept(head, payload)
             case Verdict.DUPLICATE:
@@ -308,7 +341,7 @@ class RolloutReceiver:
             batch = decode(payload)
         except ValueError as error:
             # It came as it was sent, so it will never be better: acknowledged, it is out of its sender's way.
-            self._refuse(str(error))
+            self._router.refuse(str(error))
             self._inbound.accepted(head.sender, n_bytes)
             self._inbound.taken(head.sender, n_bytes)
             return
@@ -318,7 +351,3 @@ class RolloutReceiver:
         self._inbound.accepted(head.sender, n_bytes)
         self._arrived_bytes += n_bytes
         self._arrived.append(Arrival(batch=batch, sender=head.sender, sequence=head.sequence, n_bytes=n_bytes, end=end))
-
-    def _refuse(self, reason: str) -> None:
-        self.refused += 1
-        _log.warning("refused a rollout message: %s", shown(reason))

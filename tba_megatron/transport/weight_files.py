@@ -22,10 +22,10 @@ from tba_megatron.errors import ModelError, WeightTransferError, shown
 from tba_megatron.models.hf_folder import Stored, list_tensors
 from tba_megatron.models.hf_writer import PlannedFile, file_names, finish_folder, write_weights
 from tba_megatron.transport.manifest import Entry, Layout, Manifest, check_layout, unpack, verify
+from tba_megatron.transport.rendezvous import MARKER
 from tba_megatron.types import PolicyVersion
 
 _TRIES = 20
-_MARKER = "newest.json"
 _PARTIAL = ".partial"
 _LENGTH_BYTES = 8  # of a safetensors file, before its header
 _SAFE_DTYPES = {
@@ -101,7 +101,7 @@ def _planned(manifest: Manifest, n_stages: int) -> Mapping[str, PlannedFile]:
 
 def write_marker(weights: Path, version: PolicyVersion) -> None:
     """From here on ``newest`` says ``version``. WeightTransferError when it cannot be written."""
-    marker, partial = weights / _MARKER, weights / f".{_MARKER}{_PARTIAL}"
+    marker, partial = weights / MARKER, weights / f".{MARKER}{_PARTIAL}"
     try:
         with partial.open("w", encoding="utf-8") as file:
             json.dump({"version": str(version)}, file)
@@ -138,7 +138,7 @@ def remove_partials(weights: Path) -> None:
 
 def newest(weights: Path) -> tuple[PolicyVersion, Path] | None:
     """The marked version and its folder; None before the first. WeightTransferError when the marker is damaged."""
-    marker = weights / _MARKER
+    marker = weights / MARKER
     try:
         version = PolicyVersion.parse(json.loads(marker.read_text(encoding="utf-8"))["version"])
     except (FileNotFoundError, NotADirectoryError):

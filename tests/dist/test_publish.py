@@ -46,7 +46,7 @@ def search(name: str, model: Path, folder: Path, dies_at: str | None) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not (folder / "address").exists():
         time.sleep(0.01)
-    control = ControlClient((folder / "address").read_text())
+    control = ControlClient((folder / "address").read_text(), TOKEN)
     control.send(Hello(token=TOKEN, searcher=name, host="h", workers=1, version="0.0"))
     while not stopped and time.monotonic() < deadline_s:
         for message in control.poll(0.02):

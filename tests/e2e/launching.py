@@ -164,6 +164,36 @@ def last_step(folder: Path) -> int:
     return max(steps(folder), default=0)
 
 
+def last_metrics(folder: Path) -> dict[str, float]:
+    """The newest line of ``metrics.jsonl`` that is a step's; empty before the first. Cheap, for who asks often."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - (1 << 15)))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        if b'"optim/loss"' in line and line.startswith(b"{") and line.endswith(b"}"):
+            return json.loads(line)
+    return {}
+
+
+def rollouts_of(folder: Path, *settings: str) -> list[dict[str, str]]:
+    """What ``tba rollouts`` shows of all that is stored."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tba_megatron.cli.main", "rollouts", str(folder), "limit=0", *settings],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    names, *lines = [line for line in done.stdout.splitlines() if not line.startswith("# ")]
+    return [dict(zip(names.split("\t"), line.split("\t"), strict=True)) for line in lines]
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a run folder, to see whether anything changed."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

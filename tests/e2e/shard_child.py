@@ -17,6 +17,7 @@ from tba_megatron.buffer.stored_shard import StoredShard, generations
 from tba_megatron.rollout_batch import decode, encode
 from tba_megatron.transport.rollout_sender import RolloutSender
 from tba_megatron.transport.rollouts import RolloutReceiver
+from tba_megatron.transport.sockets import Listen
 from tba_megatron.types import PolicySpan, PolicyVersion, Rollout, RolloutGroup, RolloutId, StopReason
 
 TOKEN = "of-this-run"
@@ -162,7 +163,7 @@ def own(folder: Path, port: int, out: int, save_after: int, until: Callable[[], 
     stored = begin(folder)
     tell(out, report(stored))
     receiver = RolloutReceiver(
-        "127.0.0.1",
+        Listen(sockets="tcp", host="127.0.0.1", folder=folder),
         TOKEN,
         port=port,
         log=stored.log,

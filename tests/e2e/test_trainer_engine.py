@@ -105,7 +105,7 @@ def take_one_version(engines: EngineChild, name: str, meeting: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not (meeting / "address").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    client = ControlClient((meeting / "address").read_text())
+    client = ControlClient((meeting / "address").read_text(), TOKEN)
     client.send(Hello(token=TOKEN, searcher="s", host="h", workers=1, version=str(engines.call(name, version_of))))
     offer = hear_offer(client)
     engines.call(name, begin, offer)

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from rollout_factory import RolloutFactory, as_group, prompt_tokens
 
-from tba_megatron.types import PolicySpan, PolicyVersion, Rollout, RolloutGroup, StopReason
+from tba_megatron.types import FOREIGN_ATTEMPT, PolicySpan, PolicyVersion, Rollout, RolloutGroup, StopReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ Event = Add | Train | Refer
 COMPLETIONS = ([], [0], [1], [0, 1], [0, 0], [1, 1, 1, 1, 1])
 PROMPT_IDS = ("a", "π", "a\0", "")
 VERSIONS = [(0, step) for step in range(5)] + [(1, step) for step in range(1, 4)] + [(2, 2)]
+FOREIGN = [(FOREIGN_ATTEMPT + attempt, step) for attempt, step in VERSIONS[1::3]]
 
 
 def span(version: tuple[int, int], start: int, end: int) -> PolicySpan:
@@ -47,7 +48,7 @@ def span(version: tuple[int, int], start: int, end: int) -> PolicySpan:
 def some_rollouts(draw: st.DrawFn, make: RolloutFactory, n_completions: int = len(COMPLETIONS)) -> Rollout:
     """Mostly valid, of few versions, and often what is there before."""
     completion = draw(st.sampled_from(COMPLETIONS[-n_completions:]))
-    attempt, step = draw(st.sampled_from(VERSIONS))
+    attempt, step = draw(st.sampled_from(VERSIONS + FOREIGN))
     n, whole = len(completion), (span((attempt, step), 0, len(completion)),)
     special = {
         "behaviour": {"behaviour_logprobs": np.full(n, -0.25, np.float32)},
@@ -103,7 +104,7 @@ def odd_rollouts(draw: st.DrawFn) -> Rollout:
     versions = st.builds(PolicyVersion, st.integers(-1, 2), st.integers(-1, 2))
     spans = st.lists(st.builds(PolicySpan, version=versions, start=few, end=few), max_size=3)
     return RolloutFactory().rollout(
-        draw(st.sampled_from(COMPLETIONS)),
+        draw(st.sampled_from([*COMPLETIONS, [0, -1], [-5]])),
         reward=draw(floats),
         spans=tuple(draw(spans)),
         stop_reason=draw(st.sampled_from(StopReason)),
@@ -117,7 +118,7 @@ def odd_rollouts(draw: st.DrawFn) -> Rollout:
 
 
 def random_life(seed: int, n_events: int, n_prompts: int) -> Iterator[Event]:
-    """Long enough that arrays grow, places are used again, and most of what was held has left."""
+    """Long enough that arrays grow, places are used again, and most of what was held has left. A fifth is foreign."""
     rng = np.random.default_rng(seed)
     make = RolloutFactory()
     for i in range(n_events):
@@ -125,7 +126,9 @@ def random_life(seed: int, n_events: int, n_prompts: int) -> Iterator[Event]:
         for prompt in rng.integers(n_prompts, size=rng.integers(1, 12)).tolist():
             steps = np.maximum(0, i // 4 - rng.integers(0, 4, size=rng.integers(1, 12)))
             length = rng.choice([2, 40])
-            rollouts = [make.rollout(rng.integers(3, size=rng.integers(length)).tolist(), step=int(s)) for s in steps]
+            attempt = FOREIGN_ATTEMPT if rng.random() < 0.2 else 0
+            tokens = [rng.integers(3, size=rng.integers(length)).tolist() for _ in steps]
+            rollouts = [make.rollout(ids, attempt=attempt, step=int(s)) for ids, s in zip(tokens, steps, strict=True)]
             groups.append(as_group(f"p{prompt}", rollouts))
         yield Add(groups=tuple(groups))
         if i % 3 == 0:

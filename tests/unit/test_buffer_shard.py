@@ -97,6 +97,13 @@ def test_a_completion_written_by_two_policies_and_an_empty_one_are_valid():
     assert ledger_of(shard) == (2, 0, 0, 0, 0)
 
 
+def test_a_token_that_the_model_has_no_row_for_is_invalid():
+    make, shard = RolloutFactory(), ReplayShard(10, 10, vocab_size=7)
+    add(shard, make.group("p", [6, [6, 7, 1], [1, 2_000_000_000], [], [0]]))
+    assert shard.counts().invalid_reasons == {"token_unknown": 2}
+    assert len(shard) == 3
+
+
 def test_truncated_completions_are_invalid_only_where_the_objective_drops_them():
     for drop, invalid in ((False, 0), (True, 1)):
         make, shard = RolloutFactory(), ReplayShard(10, 10, drop_truncated=drop)

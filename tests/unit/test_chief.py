@@ -14,9 +14,10 @@ from tba_megatron.buffer.ledger import ShardCounts
 from tba_megatron.buffer.sampler import make_sampler
 from tba_megatron.config_load import load_config
 from tba_megatron.trainer import chief as chief_module
+from tba_megatron.trainer.buffer_metrics import quantile
 from tba_megatron.trainer.checkpoint import RunState
-from tba_megatron.trainer.chief import Chief, quantile
-from tba_megatron.trainer.notes import DrawFacts, Note
+from tba_megatron.trainer.chief import Chief
+from tba_megatron.trainer.notes import DrawFacts, Note, SourceCounts
 from tba_megatron.trainer.probe import ProbeDesk
 from tba_megatron.trainer.step import Update
 from tba_megatron.transport.messages import Evaluate, Evaluated, Probed
@@ -33,7 +34,7 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 100.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now_s
 
 
@@ -46,14 +47,32 @@ class Control:
         self.evaluations: list[Evaluated] = []
         self.noted: list[tuple[dict[int, int], int]] = []
         self.granting = True
-        self.stopped = False
-        self.refused = 0
+        self.silent: set[str] = set()
+        self.stopped: list[bool] = []
+        self.refused = self.repeated = 0
+        self.absent = 0.0
+        self.ended = False
         self.allowed: list[int] = []
         self.probes: list[tuple[str, Probed]] = []
         self.refused_weights: list[str] = []
 
     def members(self):
         return [m for m in self.fleet if m.gone is None]
+
+    def reachable(self):
+        return [m for m in self.members() if m.searcher not in self.silent]
+
+    def states(self):
+        return Counter(m.gone or State.CURRENT for m in self.fleet)
+
+    def absent_s(self):
+        return self.absent
+
+    def data_ended(self):
+        return self.ended
+
+    def epoch(self):
+        return 0.5
 
     def send(self, searcher, message):
         self.sent.append((searcher, message))
@@ -93,14 +112,14 @@ class Control:
     def stop_granting(self):
         self.granting = False
 
-    def stop_searchers(self, reason):
-        self.stopped = True
+    def stop_searchers(self, reason, *, final):
+        self.stopped.append(final)
 
     def times(self):
         return 3.0, 1.0
 
     def totals(self):
-        return len(self.fleet), sum(m.gone is State.LOST for m in self.fleet)
+        return {"joined": len(self.fleet), "lost": sum(m.gone is State.LOST for m in self.fleet), "returned": 0}
 
     def unfinished_prompts(self):
         return 40, [(8, 4)]
@@ -121,8 +140,9 @@ class PublishDesk:
     def metrics(self):
         return {"weights/published_total": self.published}
 
-    def plan(self, members, version, *, sending):
+    def plan(self, members, version, *, sending, everybody):
         self.asked.append(version)
+        self.everybody = everybody
         return PUBLISH if not sending and any(m.version != version for m in members) else None
 
 
@@ -152,7 +172,7 @@ def member(searcher="a", version=None, **fields) -> Member:
 class Desk:
     """A chief with everything around it."""
 
-    def __init__(self, tmp_path, *overrides: str, state: RunState | None = None) -> None:
+    def __init__(self, tmp_path, *overrides: str, state: RunState | None = None, clock: Clock | None = None) -> None:
         fixed = [f"run.folder={tmp_path}", "trainer.steps=4", f"trainer.prompts_per_step={ENOUGH}"]
         others = ["weights.publish_every_steps=1", "evaluation.problems=0"]
         self.config = load_config(QUICKSTART, [*fixed, *others, *overrides])
@@ -166,6 +186,7 @@ class Desk:
             sampler=make_sampler(self.config.buffer.sampler),
             log=self.log,
             state=state or run_state(),
+            clock=clock or Clock(),
         )
 
     def leader(self, prompts=ENOUGH, fresh=ENOUGH, *, signal=0, counts=None, arrived=None) -> Note:
@@ -200,10 +221,8 @@ def shard_counts(received=None, **fields) -> ShardCounts:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(chief_module, "time", clock)
-    return clock
+def clock():
+    return Clock()
 
 
 # ---- train or wait
@@ -262,6 +281,17 @@ def test_what_a_step_draws_is_no_longer_fresh(tmp_path):
     desk.decide(prompts=ENOUGH + 3, arrived={7: 2})
     desk.chief.note_drawn(ENOUGH)
     assert desk.control.noted == [({7: 2}, ENOUGH + 3), ({}, 3)]
+
+
+def test_groups_that_are_never_fresh_hold_searchers_back_too_while_steps_are_made(tmp_path):
+    desk = Desk(tmp_path)
+    desk.decide(0, fresh=0, arrived={0: 3 * ENOUGH})
+    assert desk.control.noted[-1][1] == 3 * ENOUGH
+    desk.chief.note_drawn(ENOUGH)
+    assert desk.control.noted[-1][1] == 2 * ENOUGH
+    desk.decide(1, prompts=0, arrived={0: 1})  # they are of no use: more are needed
+    desk.decide(1, fresh=0, arrived={0: 2})
+    assert desk.control.noted[-1][1] == 2
 
 
 # ---- save, publish, stop
@@ -415,7 +445,7 @@ def test_another_searcher_measures_when_the_one_that_was_asked_is_lost(tmp_path)
 
 
 def test_the_end_does_not_wait_for_searchers_that_never_come(clock, tmp_path):
-    desk = Desk(tmp_path, "evaluation.problems=10")
+    desk = Desk(tmp_path, "evaluation.problems=10", clock=clock)
     desk.control.fleet = []
     assert desk.decide(4).action is Action.WAIT
     clock.now_s += desk.config.transport.lease_s + 1
@@ -433,7 +463,7 @@ def test_a_run_of_no_steps_is_measured_and_stops(tmp_path):
 
 
 def test_the_end_gives_up_a_final_version_that_nobody_can_get(clock, tmp_path):
-    desk = Desk(tmp_path, "evaluation.problems=10")
+    desk = Desk(tmp_path, "evaluation.problems=10", clock=clock)
     for _ in range(100):
         desk.publishing.failed += 1
         clock.now_s += desk.config.weights.timeout_s
@@ -442,15 +472,76 @@ def test_the_end_gives_up_a_final_version_that_nobody_can_get(clock, tmp_path):
     raise AssertionError("the run never ends")
 
 
+def test_data_that_have_ended_end_the_run_once_no_step_can_be_filled(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10", "buffer.fresh_prompts_per_step=1")
+    desk.control.ended = True
+    assert desk.decide(1, ENOUGH - 1).action is Action.TRAIN  # what is left makes a step of repeated prompts
+    plan = desk.decide(2, ENOUGH, fresh=0)
+    assert (plan.action, plan.publish, desk.publishing.everybody) == (Action.WAIT, PUBLISH, True)
+    desk.control.change("a", version=PolicyVersion(0, 2))
+    desk.decide(2, ENOUGH, fresh=0)
+    desk.evaluated("0.2", 0.5)
+    plan = desk.decide(2, ENOUGH, fresh=0)
+    assert (plan.action, plan.save, plan.complete) == (Action.STOP, True, True)
+    result = desk.chief.result(2)
+    assert (result.complete, result.data_ended, result.accuracy_after) == (True, True, 0.5)
+    desk.chief.dismiss_searchers(2)
+    assert desk.control.stopped == [True]
+
+
+def test_what_an_earlier_attempt_wanted_to_know_is_no_accuracy_of_this_one(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10", state=run_state(2, (0, 2), accuracy_before=0.1))
+    desk.evaluated("0.4", 0.9)
+    desk.decide(4)
+    assert desk.chief.result(4).accuracy_after is None
+
+
+def test_a_question_that_was_lost_on_its_way_is_asked_again(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10")
+    desk.decide(0, 0)
+    desk.control.change("a", evaluating=False, evaluations_lost=1)
+    desk.decide(0, 0)
+    assert desk.asked() == [("a", "0.0"), ("a", "0.0")]
+
+
+def test_a_version_waits_for_no_silent_searcher(tmp_path):
+    desk = Desk(tmp_path)
+    assert desk.decide(1).publish is PUBLISH
+    desk.control.silent = {"a"}
+    assert desk.decide(1).publish is None
+
+
+def test_a_run_without_searchers_is_saved_and_ends_with_a_code_of_its_own(tmp_path, capsys):
+    desk = Desk(tmp_path, "search.absent_warning_s=10", "search.absent_limit_s=25")
+    told = []
+    for desk.control.absent in (5.0, 10.0, 15.0, 20.0, 24.0):
+        assert desk.decide(1).action is Action.TRAIN
+        told.append(capsys.readouterr().out.count("no searcher for"))
+    assert told == [0, 1, 0, 1, 0]
+    desk.control.absent = 25.0
+    plan = desk.decide(2)
+    assert (plan.action, plan.save, plan.exit_code, plan.complete) == (Action.STOP, True, 69, False)
+    desk.chief.dismiss_searchers(2)
+    assert desk.control.stopped == [False]  # whoever comes may wait for the next attempt
+
+
+def test_a_searcher_that_joins_again_is_not_counted_as_lost(tmp_path):
+    desk = Desk(tmp_path, state=run_state(1, (0, 1), generated={"a": 10, "old": 3}))
+    desk.control.fleet = [member("a", generated=12)]
+    desk.decide(1, counts=shard_counts({"a": 9}, trained=9))
+    ledger = desk.chief.ledger()
+    assert (ledger.generated, ledger.in_flight, ledger.lost, ledger.gap) == (15, 3, 3, 0)
+
+
 # ---- the books
 
 
 def test_the_books_close_when_all_are_gone_and_all_has_arrived(clock, tmp_path):
-    desk = Desk(tmp_path)
+    desk = Desk(tmp_path, clock=clock)
     desk.control.change("a", generated=5)
     desk.decide(4)
-    desk.chief.dismiss_searchers()
-    assert desk.control.stopped
+    desk.chief.dismiss_searchers(4)
+    assert desk.control.stopped == [True]
     four = [Note(counts=shard_counts({"a": 4}, held_untrained=4))]
     five = [Note(counts=shard_counts({"a": 5}, held_untrained=5))]
     assert not desk.chief.books_closed(four)
@@ -460,8 +551,8 @@ def test_the_books_close_when_all_are_gone_and_all_has_arrived(clock, tmp_path):
 
 
 def test_the_books_close_late_when_a_searcher_does_not_leave(clock, tmp_path, caplog):
-    desk = Desk(tmp_path)
-    desk.chief.dismiss_searchers()
+    desk = Desk(tmp_path, clock=clock)
+    desk.chief.dismiss_searchers(4)
     assert not desk.chief.books_closed([Note()])
     clock.now_s += chief_module.GOODBYE_S + 1
     assert desk.chief.books_closed([Note()])
@@ -532,7 +623,8 @@ def test_lengths_of_what_came_in_are_those_since_the_last_step(tmp_path):
     done = Update(skipped=False, grad_norm=1.0, learning_rate=0.1, statistics=Counter())
     desk = Desk(tmp_path)
     for rollouts, tokens in ((3, 10), (1, 30), (0, 0)):
-        desk.chief.decide([Note(received_rollouts=rollouts, received_tokens=tokens)], 0)
+        counts = SourceCounts(rollouts=rollouts, completion_tokens=tokens)
+        desk.chief.decide([Note(received_by_source={"searcher": counts})], 0)
     desk.chief.report(1, done, [], 2.0)
     desk.chief.report(2, done, [], 2.0)
     assert desk.log.rows[0][1]["rollout/len_received"] == 10.0

@@ -1,9 +1,11 @@
 """The control channel over real sockets: who is let in, who gets prompts, who is lost."""
 
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import zmq
@@ -11,6 +13,7 @@ import zmq
 from tba_megatron.errors import TransportError
 from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.control_client import ControlClient
+from tba_megatron.transport.fleet import FleetSettings
 from tba_megatron.transport.messages import (
     Applied,
     Beat,
@@ -20,19 +23,25 @@ from tba_megatron.transport.messages import (
     Heartbeat,
     Hello,
     Lease,
+    Offer,
     ReceiveFailed,
     Refused,
     SampleRollout,
     Stop,
     ToSearcher,
+    Unknown,
     Welcome,
+    encode,
 )
 from tba_megatron.transport.registry import PromptLeases, State
+from tba_megatron.transport.sockets import Listen
 from tba_megatron.types import PolicyVersion
 
 TOKEN = "of-this-run-é"
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
-LEASE_S = 100.0
+LEASE_S, SILENT_S = 100.0, 30.0
+SHARDS = ("tcp://shard-0", "tcp://shard-1")
+WELCOME = Welcome(shards=SHARDS, newest="0.0")
 
 
 class Clock:
@@ -46,29 +55,30 @@ class Clock:
 
 
 @contextmanager
-def serving(*, max_ahead_groups: int = 8, port: int = 0, clock: Callable[[], float] | None = None):
-    server = ControlServer(
-        host="127.0.0.1",
-        port=port,
-        token=TOKEN,
-        lease_s=LEASE_S,
-        max_ahead_groups=max_ahead_groups,
-        shards=("tcp://shard-0", "tcp://shard-1"),
-        newest=V0,
-        leases=PromptLeases(),
-        clock=clock or Clock(),
-    )
-    try:
-        yield server
-    finally:
-        server.close()
+def serving(*, max_ahead_groups: int = 8, port: int | None = None, clock: Callable[[], float] | None = None):
+    """Over ipc, or over tcp where a ``port`` is given."""
+    with tempfile.TemporaryDirectory() as folder:
+        sockets = "ipc" if port is None else "tcp"
+        server = ControlServer(
+            Listen(sockets=sockets, host="127.0.0.1", folder=Path(folder) / "sockets"),
+            TOKEN,
+            FleetSettings(lease_s=LEASE_S, silent_s=SILENT_S, max_ahead_groups=max_ahead_groups, shards=SHARDS),
+            port=port or 0,
+            newest=V0,
+            leases=PromptLeases(),
+            clock=clock or Clock(),
+        )
+        try:
+            yield server
+        finally:
+            server.close()
 
 
 class Peer:
     """A searcher reduced to its voice. ``leases`` are all it was ever given."""
 
     def __init__(self, server: ControlServer, name: str) -> None:
-        self.client = ControlClient(server.address)
+        self.client = ControlClient(server.address, TOKEN)
         self.name = name
         self.inbox: list[ToSearcher] = []
         self.received = 0
@@ -115,7 +125,7 @@ def peers(server: ControlServer, *names: str) -> Iterator[list[Peer]]:
     made = [Peer(server, name) for name in names]
     try:
         for peer in made:
-            assert peer.hello() == Welcome(shards=("tcp://shard-0", "tcp://shard-1"))
+            assert peer.hello() == WELCOME
         yield made
     finally:
         for peer in made:
@@ -129,17 +139,23 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
+def joined_and_lost(server: ControlServer) -> tuple[int, int]:
+    totals = server.totals()
+    return totals["joined"], totals["lost"]
+
+
 def test_a_searcher_with_another_token_is_refused_and_counted(caplog):
     with serving() as server, caplog.at_level(logging.ERROR):
         for token in ("of-another-run", "", "é"):
             stranger = Peer(server, "stranger")
             answer = stranger.hello(token)
             stranger.client.send(Applied(version="0.1", pause_s=0.1))
-            stranger.client.close()
             assert answer == Refused(reason="the token is not this run's")
-        wait_for(lambda: server.refused == 6)
+            assert stranger.hear(Unknown) == Unknown()
+            stranger.client.close()
+        wait_for(lambda: server.refused == 3)
         assert server.members() == []
-        assert server.totals() == (0, 0)
+        assert joined_and_lost(server) == (0, 0)
 
 
 def test_noise_is_refused_and_the_server_goes_on(caplog):
@@ -148,7 +164,8 @@ def test_noise_is_refused_and_the_server_goes_on(caplog):
         [b""],
         [b"two", b"frames"],
         [b"\x81\xa4type\xa5Hello"],
-        [b"\x82\xa4type\xa7Applied\xa7version\xa1x"],
+        [b"\x92\x00\x82\xa4type\xa7Applied\xa7version\xa1x"],
+        [b"\x92\x00\x82\xa5token" + b"\x91" * 100_000 + b"\xa4type\xa5Hello"],
     ]
     with serving() as server, caplog.at_level(logging.ERROR):
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -157,7 +174,7 @@ def test_noise_is_refused_and_the_server_goes_on(caplog):
                 socket.send_multipart(frames)
             wait_for(lambda: server.refused == len(noise))
         bad = Hello(token=TOKEN, searcher="a", host="h", workers=1, version="newest")
-        stranger = ControlClient(server.address)
+        stranger = ControlClient(server.address, TOKEN)
         stranger.send(bad)
         wait_for(lambda: server.refused == len(noise) + 1)
         stranger.close()
@@ -172,19 +189,20 @@ def test_a_member_is_known_by_what_it_said():
         assert (member.searcher, member.workers, member.version, member.generated) == ("a", 1, V0, 5)
         assert server.generated() == ({"a": 5}, frozenset())
         assert server.times() == (1.0, 2.0)
-        assert member.state(server.newest()) is State.JOINING
+        assert member.state(server.newest(), 0.0, SILENT_S) is State.JOINING
         server.set_epoch(("a", "unknown"), 3)
         server.published(V1)
-        assert server.members()[0].state(server.newest()) is State.BEHIND
+        assert server.members()[0].state(server.newest(), 0.0, SILENT_S) is State.BEHIND
         a.client.send(Applied(version="0.1", pause_s=0.1))
         assert server.wait_until(lambda members: members[0].version == V1, 10)
-        assert server.members()[0].state(server.newest()) is State.CURRENT
+        assert server.members()[0].state(server.newest(), 0.0, SILENT_S) is State.CURRENT
 
 
 def test_a_failed_receive_takes_the_searcher_out_of_the_group_and_a_new_epoch_clears_it():
     with serving() as server, peers(server, "a") as (a,):
         server.set_epoch(("a",), 3)
-        a.client.send(ReceiveFailed(version="0.1", round=-1, reason="checksum"))
+        server.send("a", Offer(version="0.1", manifest=b"", round=7))
+        a.client.send(ReceiveFailed(version="0.1", round=7, reason="checksum"))
         assert server.wait_until(lambda members: members[0].failure == "checksum", 10)
         assert server.members()[0].epoch == -1
         server.set_epoch(("a",), 4)
@@ -277,7 +295,7 @@ def test_silence_makes_a_searcher_lost_and_its_prompts_go_to_another(caplog):
         clock.now_s = LEASE_S
         b.beat()
         clock.now_s = LEASE_S + 1
-        wait_for(lambda: server.totals() == (2, 1))
+        wait_for(lambda: joined_and_lost(server) == (2, 1))
         assert [m.searcher for m in server.members()] == ["b"]
         assert server.generated() == ({"a": 3, "b": 0}, frozenset({"a"}))
         b.beat(wanted=4)
@@ -291,7 +309,7 @@ def test_a_searcher_that_was_only_slow_comes_back(caplog):
         a.beat(wanted=2)
         a.hear(Lease)
         clock.now_s = LEASE_S + 1
-        wait_for(lambda: server.totals() == (1, 1))
+        wait_for(lambda: joined_and_lost(server) == (1, 1))
         assert server.members() == []
         a.beat(wanted=0, generated=7)
         assert [m.searcher for m in server.members()] == ["a"]
@@ -308,7 +326,7 @@ def test_a_goodbye_returns_the_prompts_and_is_no_loss():
         wait_for(lambda: server.outstanding_prompts() == 4)
         a.client.send(Goodbye(generated=9, busy_s=3.0, idle_s=4.0))
         assert server.wait_until(lambda members: [m.searcher for m in members] == ["b"], 10)
-        assert server.totals() == (2, 0)
+        assert joined_and_lost(server) == (2, 0)
         assert server.generated() == ({"a": 9, "b": 0}, frozenset({"a"}))
         assert server.outstanding_prompts() == 0
         b.beat(wanted=4)
@@ -321,7 +339,7 @@ def test_a_goodbye_of_a_lost_searcher_does_not_revive_it(caplog):
     clock = Clock()
     with serving(clock=clock) as server, peers(server, "a") as (a,), caplog.at_level(logging.ERROR):
         clock.now_s = LEASE_S + 1
-        wait_for(lambda: server.totals() == (1, 1))
+        wait_for(lambda: joined_and_lost(server) == (1, 1))
         a.client.send(Goodbye(generated=9, busy_s=0.0, idle_s=0.0))
         wait_for(lambda: server.generated()[0] == {"a": 9})
         assert server.members() == []
@@ -329,9 +347,9 @@ def test_a_goodbye_of_a_lost_searcher_does_not_revive_it(caplog):
 
 def test_stop_reaches_all_and_ends_the_leases():
     with serving() as server, peers(server, "a", "b", "c") as everyone:
-        server.stop_searchers("the run is complete")
+        server.stop_searchers("the run is complete", final=True)
         for peer in everyone:
-            assert peer.hear(Stop) == Stop(reason="the run is complete")
+            assert peer.hear(Stop) == Stop(reason="the run is complete", final=True)
             peer.beat(wanted=4)
             peer.beat(wanted=4)
         assert server.outstanding_prompts() == 0
@@ -347,7 +365,7 @@ def test_a_message_to_one_searcher_reaches_no_other():
 
 
 def test_a_taken_port_is_one_clear_line():
-    with serving() as server:
+    with serving(port=0) as server:
         port = int(server.address.rsplit(":", 1)[1])
         with pytest.raises(TransportError) as caught, serving(port=port):
             pass
@@ -358,7 +376,36 @@ def test_a_taken_port_is_one_clear_line():
 
 
 def test_a_closed_server_leaves_its_port():
-    with serving() as server:
+    with serving(port=0) as server:
         port = int(server.address.rsplit(":", 1)[1])
     with serving(port=port) as server, peers(server, "a") as (a,):
         a.beat()
+
+
+def test_a_message_that_comes_twice_counts_once():
+    with serving() as server, peers(server, "a") as (a,):
+        evaluated = Evaluated(version="0.0", accuracy=0.5, problems=4, seconds=1.0)
+        for number in (70, 70, 69, 70):
+            a.client._dealer.socket.send(encode(evaluated, number))
+        wait_for(lambda: server.repeated == 2)
+        assert server.take_evaluations() == [evaluated, evaluated]
+
+
+def test_a_searcher_that_this_trainer_does_not_know_is_asked_to_say_hello():
+    with serving() as server:
+        peer = Peer(server, "a")
+        peer.client.send(Applied(version="0.1", pause_s=0.1))
+        assert peer.hear(Unknown) == Unknown()
+        assert peer.hello() == WELCOME
+        peer.beat(wanted=2)
+        wait_for(lambda: server.outstanding_prompts() == 2)
+        peer.client.close()
+
+
+def test_who_comes_while_the_trainer_stops_is_told_so():
+    with serving() as server:
+        server.stop_searchers("the trainer stops", final=False)
+        late = Peer(server, "late")
+        assert late.hello() == WELCOME
+        assert late.hear(Stop) == Stop(reason="the trainer stops", final=False)
+        late.client.close()

@@ -20,49 +20,87 @@ def numbers(messages) -> list[int]:
     return [message.sequence for message in messages]
 
 
+@dataclasses.dataclass(frozen=True)
+class Letter:
+    """A message under way. ``n_bytes``: of its payload; None: it only asks."""
+
+    sequence: int
+    n_bytes: int | None
+    oldest: int
+
+
 class Network:
-    """Senders, a receiver, and what is under way between them; ``log`` is what the receiver has made safe."""
+    """Senders, a receiver, and what is under way between them; ``log`` is what the receiver has made safe.
+
+    ``begun`` is where the log of this receiver began, and ``gone`` what was dropped from earlier ones after its sender
+    may have been told that it is safe.
+    """
 
     def __init__(self, n_senders: int, window_bytes: int) -> None:
         self.window_bytes = window_bytes
         self.outbound = {f"s{i}": Outbound(resend_s=RESEND_S) for i in range(n_senders)}
         self.inbound = Inbound(window_bytes)
-        self.messages, self.answers = [], []  # (sender, message) and (sender, answer)
+        self.messages: list[tuple[str, Letter]] = []
+        self.answers: list[tuple[str, Answer]] = []
         self.log: dict[str, list[int]] = {name: [] for name in self.outbound}
+        self.begun: dict[str, int] = dict.fromkeys(self.outbound, 0)
+        self.told: dict[str, int] = dict.fromkeys(self.outbound, 0)
+        self.gone: dict[str, set[int]] = {name: set() for name in self.outbound}
         self.waiting: list[tuple[str, int]] = []  # (sender, bytes)
         self.now_s = 0.0
 
+    def post(self, name: str, message) -> None:
+        letter = Letter(message.sequence, len(message.payload), self.outbound[name].oldest)
+        self.messages.append((name, letter))
+
     def send(self, name: str, n_bytes: int) -> None:
         if self.outbound[name].may_send:
-            self.messages.append((name, post(self.outbound[name], n_bytes, self.now_s)))
+            self.post(name, post(self.outbound[name], n_bytes, self.now_s))
 
-    def arrive(self, name: str, message) -> None:
-        if message is not None and self.inbound.judge(name, message.sequence, self.now_s) is Verdict.ACCEPT:
-            self.log[name].append(message.sequence)
-            self.waiting.append((name, len(message.payload)))
-            self.inbound.accepted(name, len(message.payload))
-        if message is None:
-            self.inbound.judge(name, self.outbound[name].next_sequence, self.now_s)
-        self.answers.append((name, self.inbound.answer(name, self.now_s)))
+    def arrive(self, name: str, letter: Letter) -> None:
+        verdict = self.inbound.judge(name, letter.sequence, self.now_s, letter.oldest)
+        if letter.n_bytes is not None and verdict is Verdict.ACCEPT:
+            self.log[name].append(letter.sequence)
+            self.waiting.append((name, letter.n_bytes))
+            self.inbound.accepted(name, letter.n_bytes)
+        self.answer(name)
+
+    def answer(self, name: str) -> None:
+        answer = self.inbound.answer(name, self.now_s)
+        self.told[name] = max(self.told[name], answer.acknowledged)
+        self.answers.append((name, answer))
 
     def take(self) -> None:
         for name, n_bytes in self.waiting:
             self.inbound.taken(name, n_bytes)
         self.waiting = []
         for name in list(self.inbound.short(self.now_s)):
-            self.answers.append((name, self.inbound.answer(name, self.now_s)))
+            self.answer(name)
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         for name, outbound in self.outbound.items():
-            self.messages += [(name, message) for message in outbound.due(self.now_s)]
+            for message in outbound.due(self.now_s):
+                self.post(name, message)
             if outbound.asks(self.now_s):
-                self.messages.append((name, None))
+                self.messages.append((name, Letter(outbound.next_sequence, None, outbound.oldest)))
 
-    def restart(self) -> None:
-        """A new receiver that has the log; what waited is in it."""
-        self.inbound = Inbound(self.window_bytes, {name: len(log) for name, log in self.log.items()})
+    def restart(self, keep: float = 1.0) -> None:
+        """A new receiver that has the first part of each log, without the last record that is not whole."""
+        for name, log in self.log.items():
+            kept = round(keep * len(log))
+            assert all(n < self.told[name] or n >= self.outbound[name].oldest for n in log[kept:])
+            self.gone[name] |= {n for n in log[kept:] if n < self.told[name]}
+            del log[kept:]
+        self.begun = {name: log[-1] + 1 if log else 0 for name, log in self.log.items()}
+        self.inbound = Inbound(self.window_bytes, {name: n for name, n in self.begun.items() if n})
         self.waiting = []
+
+    def reconnect(self, name: str) -> None:
+        """The sender dials anew: what is under way between the two is lost."""
+        self.messages = [(n, letter) for n, letter in self.messages if n != name]
+        self.answers = [(n, answer) for n, answer in self.answers if n != name]
+        self.outbound[name].reconnected()
 
     def behave(self) -> None:
         """Deliver all in order, without loss."""
@@ -75,6 +113,14 @@ class Network:
             for name, answer in answers:
                 self.outbound[name].heard(answer, self.now_s)
 
+    def settle(self) -> None:
+        """All is well from here on, until nothing is left to do."""
+        for _ in range(2 * MOST_BACK_OFF):
+            self.behave()
+            self.pass_time(RESEND_S)
+            if all(o.n_unacknowledged == 0 and o.may_send for o in self.outbound.values()):
+                break
+
 
 OPERATIONS = st.one_of(
     st.tuples(st.just("send"), st.integers(0, 1), st.integers(1, 30)),
@@ -84,6 +130,8 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("time"), st.sampled_from([1, 11, 100]), st.just(0)),
 )
 RESTART = st.tuples(st.just("restart"), st.just(0), st.just(0))
+RECONNECT = st.tuples(st.just("reconnect"), st.integers(0, 1), st.just(0))
+LOSS = st.tuples(st.just("restart without"), st.sampled_from([0, 30, 70, 100]), st.just(0))
 
 
 def apply(network: Network, operation: str, number: int, n_bytes: int) -> None:
@@ -93,6 +141,8 @@ def apply(network: Network, operation: str, number: int, n_bytes: int) -> None:
         "take": network.take,
         "time": lambda: network.pass_time(number),
         "restart": network.restart,
+        "restart without": lambda: network.restart(number / 100),
+        "reconnect": lambda: network.reconnect(f"s{number}"),
     }
     if operation in act:
         act[operation]()
@@ -106,20 +156,39 @@ def apply(network: Network, operation: str, number: int, n_bytes: int) -> None:
 
 
 @settings(deadline=None, max_examples=300)
-@given(operations=st.lists(OPERATIONS | RESTART, max_size=80))
+@given(operations=st.lists(OPERATIONS | RESTART | RECONNECT, max_size=80))
 def test_whatever_the_network_did_all_is_delivered_once_in_order_when_it_behaves(operations):
     network = Network(2, window_bytes=64)
     for operation in operations:
         apply(network, *operation)
-    for _ in range(2 * MOST_BACK_OFF):
-        network.behave()
-        network.pass_time(RESEND_S)
-        if all(o.n_unacknowledged == 0 and o.may_send for o in network.outbound.values()):
-            break
+    network.settle()
+    assert network.inbound.forgotten == 0
     for name, outbound in network.outbound.items():
         assert network.log[name] == list(range(outbound.next_sequence))
         assert outbound.n_unacknowledged == outbound.unacknowledged_rollouts == 0
         assert outbound.may_send, "it has no credit, though all was taken in"
+
+
+@settings(deadline=None, max_examples=500)
+@given(operations=st.lists(OPERATIONS | LOSS | RECONNECT, max_size=80))
+def test_a_log_that_was_lost_costs_only_what_was_acknowledged_and_nothing_comes_twice(operations):
+    network = Network(2, window_bytes=64)
+    for operation in operations:
+        apply(network, *operation)
+    network.settle()
+    for name in network.outbound:  # who says nothing more does not tell what is missing
+        network.send(name, 1)
+    network.settle()
+    missing = 0
+    for name, outbound in network.outbound.items():
+        log = network.log[name]
+        assert log == sorted(set(log)), "one came twice, or too early"
+        lost = set(range(outbound.next_sequence)) - set(log)
+        assert lost <= network.gone[name], "one is nowhere, though its sender was never told that it is safe"
+        assert outbound.n_unacknowledged == outbound.unacknowledged_rollouts == 0
+        assert outbound.may_send
+        missing += len({n for n in lost if n >= network.begun[name]})
+    assert network.inbound.forgotten == missing
 
 
 @settings(deadline=None, max_examples=300)
@@ -142,6 +211,22 @@ def test_a_message_is_accepted_in_its_turn_only():
     inbound.accepted("s", 10)
     assert [inbound.judge("s", n, 0.0) for n in (3, 4)] == [Verdict.DUPLICATE, Verdict.ACCEPT]
     assert inbound.judge("other", 0, 0.0) is Verdict.ACCEPT
+
+
+def test_a_receiver_goes_on_from_what_the_sender_still_has():
+    inbound = Inbound(100, {"s": 3})
+    assert inbound.judge("s", 7, 0.0, oldest=5) is Verdict.GAP
+    assert (inbound.forgotten, inbound.answer("s", 0.0).acknowledged) == (2, 5)
+    assert inbound.judge("s", 4, 0.0, oldest=2) is Verdict.DUPLICATE  # an old copy that comes late
+    assert inbound.judge("s", 5, 0.0, oldest=5) is Verdict.ACCEPT
+    assert inbound.judge("other", 9, 0.0, oldest=9) is Verdict.ACCEPT
+    assert inbound.forgotten == 2 + 9
+
+
+def test_a_receiver_that_lost_nothing_skips_nothing():
+    inbound = Inbound(100, {"s": 7})
+    assert [inbound.judge("s", 7, 0.0, oldest=n) for n in (0, 6, 7)] == [Verdict.ACCEPT] * 3
+    assert inbound.forgotten == 0
 
 
 def test_credit_is_what_was_taken_in_and_a_share_of_the_window():
@@ -233,6 +318,35 @@ def test_after_a_silence_all_that_may_be_lost_goes_out_again_with_the_first_prog
     outbound.heard(Answer(4, 100), 13.0)
     assert outbound.due(13.0) == []
     assert numbers(outbound.due(23.0)) == [4]  # the back-off began anew
+
+
+def test_after_a_reconnection_the_oldest_goes_out_at_once_and_credit_begins_anew():
+    outbound = Outbound(resend_s=RESEND_S)
+    outbound.heard(Answer(0, 100), 0.0)
+    for _ in range(3):
+        post(outbound, 10)
+    outbound.heard(Answer(1, 90), 1.0)
+    assert outbound.may_send
+    outbound.reconnected()
+    assert not outbound.may_send  # 20 bytes are under way, and nobody has said that there is room for them
+    assert numbers(outbound.due(1.0)) == [1]
+    assert outbound.due(1.0) == []
+    outbound.heard(Answer(2, 10), 2.0)
+    assert numbers(outbound.due(2.0)) == [2]
+    assert not outbound.may_send
+    outbound.heard(Answer(3, 1), 3.0)
+    assert outbound.may_send
+    assert outbound.oldest == outbound.next_sequence == 3
+
+
+def test_after_a_reconnection_with_nothing_under_way_the_first_message_needs_no_answer():
+    outbound = Outbound(resend_s=RESEND_S)
+    post(outbound, 10)
+    outbound.heard(Answer(1, 0), 0.0)
+    assert not outbound.may_send
+    outbound.reconnected()
+    assert outbound.may_send
+    assert outbound.due(0.0) == []
 
 
 def test_only_progress_puts_the_next_repetition_off():

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -23,9 +24,11 @@ from tba_megatron.transport.delivery import Answer
 from tba_megatron.transport.memory import MemoryRollouts
 from tba_megatron.transport.rollout_sender import RolloutSender
 from tba_megatron.transport.rollouts import Arrival, Head, RolloutReceiver, owner_of
+from tba_megatron.transport.sockets import Dealer, Listen, Router
 from tba_megatron.types import LogPosition, RolloutGroup
 
 TOKEN = "of-this-run"
+TCP = Listen(sockets="tcp", host="127.0.0.1", folder=Path("unused"))
 
 
 class ListLog:
@@ -48,7 +51,7 @@ class ListLog:
 
 @contextmanager
 def receiver(**options):
-    inbox = RolloutReceiver("127.0.0.1", TOKEN, **options)
+    inbox = RolloutReceiver(TCP, TOKEN, **options)
     try:
         yield inbox
     finally:
@@ -66,10 +69,11 @@ def sender_to(*addresses: str, name: str = "s0", token: str = TOKEN, **options):
 
 @contextmanager
 def raw_socket(address: str):
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(address)
-        yield socket
+    dealer = Dealer(address, TOKEN)
+    try:
+        yield dealer.socket
+    finally:
+        dealer.close(0.0)
 
 
 def until(condition: Callable[[], object], act: Callable[[], object] = lambda: None) -> None:
@@ -108,9 +112,11 @@ def payload_of(groups: list[RolloutGroup]) -> bytes:
     return encode(RolloutBatch.of_groups(groups))
 
 
-def message(sequence: int, payload: bytes, *, token: str = TOKEN, checksum: int | None = None) -> list[bytes]:
+def message(
+    sequence: int, payload: bytes, *, token: str = TOKEN, checksum: int | None = None, oldest: int = 0
+) -> list[bytes]:
     checksum = xxhash.xxh3_64_intdigest(payload) if checksum is None else checksum
-    return [token.encode(), msgspec.msgpack.encode(Head("raw", sequence, checksum)), payload]
+    return [token.encode(), msgspec.msgpack.encode(Head("raw", sequence, checksum, oldest)), payload]
 
 
 def answer_on(socket: zmq.Socket) -> Answer:
@@ -274,6 +280,9 @@ STRANGE = {
     "a frame more": [*message(0, GOOD), b""],
     "a head that is none": [TOKEN.encode(), b"head", GOOD],
     "a negative number": message(-1, GOOD),
+    "a number that is too large": message(1 << 62, GOOD),
+    "an oldest one that is newer than itself": message(3, GOOD, oldest=4),
+    "the same without a payload": message(3, GOOD, oldest=4)[:2],
 }
 
 
@@ -388,10 +397,11 @@ def answer_as_shard(router: zmq.Socket, answer: Answer | bytes) -> list[bytes]:
 
 @contextmanager
 def raw_shard():
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.setsockopt(zmq.LINGER, 0)
-        router.bind("tcp://127.0.0.1:*")
-        yield router, router.getsockopt_string(zmq.LAST_ENDPOINT)
+    router = Router(TCP, "shard-0", TOKEN, most_bytes=1 << 20)
+    try:
+        yield router.socket, router.address
+    finally:
+        router.close(0.0)
 
 
 def flush_until_heard(outbox: RolloutSender, router: zmq.Socket) -> None:
@@ -408,7 +418,7 @@ def test_a_sender_whose_credit_was_lost_on_the_way_asks_for_it():
         now_s[0] = 11.0
         outbox.flush()
         (head,) = answer_as_shard(router, Answer(1, 1))  # a question: no payload
-        assert msgspec.msgpack.decode(head, type=Head) == Head("s0", 1, 0)
+        assert msgspec.msgpack.decode(head, type=Head) == Head("s0", 1, 0, oldest=1)
         flush_until_heard(outbox, router)
         assert len(answer_as_shard(router, Answer(2, 1))) == 2
 
@@ -618,7 +628,7 @@ def test_connections_that_break_lose_and_repeat_nothing():
 
 def serve(inbox_made: int, n_groups: int) -> None:
     """Receive in a process of its own: writes the address, then the prompts that arrived."""
-    inbox = RolloutReceiver("127.0.0.1", TOKEN, window_bytes=20_000)
+    inbox = RolloutReceiver(TCP, TOKEN, window_bytes=20_000)
     os.write(inbox_made, f"{inbox.address}\n".encode())
     got: list[str] = []
     until(lambda: len(got) >= n_groups, lambda: got.extend(prompts_of(list(inbox.drain()))))
@@ -658,4 +668,4 @@ def test_a_receiver_that_stands_still_for_a_while_gets_all_once():
 
 def test_a_host_that_is_not_here_is_named():
     with pytest.raises(TransportError, match=r"transport\.host: cannot listen on 203\.0\.113\.1"):
-        RolloutReceiver("203.0.113.1", TOKEN)
+        RolloutReceiver(Listen(sockets="tcp", host="203.0.113.1", folder=Path("unused")), TOKEN)

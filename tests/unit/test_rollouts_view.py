@@ -29,7 +29,7 @@ from tba_megatron.ops.rollouts_view import RolloutQuery, open_rollouts, records,
 from tba_megatron.rollout_batch import RolloutBatch, encode
 from tba_megatron.trainer.run_state import ATTEMPTS, RunState
 from tba_megatron.transport.rollouts import owner_of
-from tba_megatron.types import PolicySpan, PolicyVersion, RolloutGroup, StopReason
+from tba_megatron.types import FOREIGN_ATTEMPT, PolicySpan, PolicyVersion, RolloutGroup, StopReason
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = HfTokenizer(ROOT / "configs" / "tiny_qwen2")
@@ -287,6 +287,19 @@ def test_what_an_abandoned_branch_wrote_has_no_age_and_passes_no_filter_on_age(r
     assert out.splitlines()[1].split("\t")[:2] == ["0.6", "-"]
 
 
+def test_what_another_policy_wrote_has_no_age_and_is_shown_and_ordered_by_its_era(run, capsys, tmp_path):
+    run.send("8+1=", run.rollout("9", attempt=FOREIGN_ATTEMPT, step=3, source="teacher"), run.rollout("8", step=3))
+    assert found(run.folder)[:3] == ["0", "9", "8"] and found(run.folder, sort="oldest")[-3:] == ["8", "9", "0"]
+    assert ages(run.folder)["9"] is None and ages(run.folder)["2"] == 4
+    assert found(run.folder, source="teacher") == ["9"]
+    assert "9" not in found(run.folder, max_age=99)
+    _, out, _ = tba(capsys, run.folder, "source=teacher")
+    assert out.splitlines()[1].split("\t")[:2] == ["0.3 foreign", "-"]
+    tba(capsys, run.folder, f"export={tmp_path / 'out.jsonl'}", "source=teacher")
+    (exported,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (exported["version"], exported["foreign"]) == ("0.3", True)
+
+
 def test_the_attempts_of_the_checkpoint_count_where_the_file_is_missing(tmp_path):
     with run_folder(tmp_path) as run:
         run.send("1+1=", run.rollout("2", step=3), run.rollout("3", step=9), run.rollout("4", attempt=1, step=5))
@@ -431,6 +444,23 @@ def test_a_table_fits_the_width_of_its_terminal(tmp_path, monkeypatch, width):
     assert last.startswith("2 of 2 rollouts match, 1 prompts") and last.endswith("age p50 0 max 3")
 
 
+def test_a_table_names_the_sources_where_there_are_several(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    run.send("8+1=", run.rollout("9", attempt=FOREIGN_ATTEMPT, step=5, source="teacher"))
+
+    def table(**query) -> list[list[str]]:
+        stored, terminal = open_rollouts(run.folder), Terminal()
+        rows = select(stored, RolloutQuery(**query))
+        command._show(stored, rows, rows, terminal)
+        return [line.split() for line in re.sub(r"\x1b\[\d*m", "", terminal.getvalue()).splitlines()]
+
+    assert table(source="test")[0] == ["version", "age", "reward", "uses", "stop", "tokens", "prompt", "completion"]
+    names, first, second, *_ = table()
+    assert names == ["version", "source", "age", "reward", "uses", "stop", "tokens", "prompt", "completion"]
+    assert first == ["0.5", "foreign", "teacher", "-", "0", "0", "eos", "2", "8+1=", "9"]
+    assert second == ["0.4", "test", "0", "0.5", "0", "eos", "2", "9-9=", "0"]
+
+
 def test_a_terminal_obeys_nothing_in_a_text():
     assert command._one_line("a\x1b[2Jb\nc\x07", 80) == "a\\x1b[2Jb⏎c\\x07"
     assert command._one_line("abcdef", 3) == "abc"
@@ -498,6 +528,7 @@ def expected() -> list[dict]:
         "copies": 1,
         "source": "test",
         "searcher": "searcher-a",
+        "foreign": False,
     }
     return [
         {
@@ -561,7 +592,7 @@ def test_an_export_of_nothing_is_a_file_of_nothing(run, tmp_path, capsys, ending
     else:
         from pyarrow import parquet
 
-        assert (parquet.read_table(file).num_rows, parquet.read_table(file).num_columns) == (0, 18)
+        assert (parquet.read_table(file).num_rows, parquet.read_table(file).num_columns) == (0, 19)
 
 
 def test_what_passes_the_filters_is_exported_in_its_order_and_replaces_the_file(run, tmp_path, capsys):

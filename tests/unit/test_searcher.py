@@ -25,6 +25,7 @@ from tba_megatron.search.searcher import TRAINER_GONE, Searcher, new_name
 from tba_megatron.tasks.registry import make_task
 from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.control_client import ControlClient
+from tba_megatron.transport.fleet import FleetSettings
 from tba_megatron.transport.memory import MemoryControl, MemoryRollouts
 from tba_megatron.transport.messages import (
     Beat,
@@ -42,8 +43,10 @@ from tba_megatron.transport.messages import (
     Welcome,
 )
 from tba_megatron.transport.registry import PromptLeases
+from tba_megatron.transport.rendezvous import Rendezvous
 from tba_megatron.transport.rollout_sender import RolloutSender
 from tba_megatron.transport.rollouts import RolloutInbox, RolloutReceiver
+from tba_megatron.transport.sockets import Listen
 from tba_megatron.types import PolicyVersion, RolloutGroup, RolloutId, StopReason
 
 MODEL = Path(__file__).parents[2] / "configs" / "tiny_qwen2"
@@ -51,6 +54,8 @@ TOKENIZER = HfTokenizer(MODEL)
 TASK = make_task(CopyTask(length=2), TOKENIZER, 0, 16)
 TOKEN = "of-this-run"
 V0 = PolicyVersion(0, 0)
+RENDEZVOUS = Rendezvous(address="there", host="here", token=TOKEN, attempt=0, weights="unused")
+LOOPBACK = Listen(sockets="tcp", host="127.0.0.1", folder=Path("unused"))
 S = 3  # completions for each prompt
 
 
@@ -104,10 +109,11 @@ def searcher_of(config: Config, engine: FakeEngine, control, connect=RolloutSend
         engine=engine,
         task=task,
         tokenizer=TOKENIZER,
-        control=control,
-        token=TOKEN,
         name=name,
         host="here",
+        rendezvous=RENDEZVOUS,
+        find=lambda: RENDEZVOUS,
+        dial=lambda found: control,
         connect=connect,
     )
 
@@ -138,12 +144,12 @@ def until(generated: int, *, prompts: int, then: Iterable[ToSearcher] = ()):
         match message:
             case Hello():
                 half = prompts // 2
-                yield Welcome(shards=("memory",))
+                yield Welcome(shards=("memory",), newest="0.0")
                 yield Lease(lease=0, start=0, count=half)
                 yield Lease(lease=1, start=half, count=prompts - half)
                 yield from then
             case Heartbeat():
-                yield Stop(reason="enough") if message.generated >= generated else Beat()
+                yield Stop(reason="enough") if message.generated >= generated else Beat(newest="0.0")
 
     return Script(answer)
 
@@ -204,7 +210,9 @@ def test_what_was_generated_is_counted_before_it_is_sent(weights, handlers):
 def test_the_last_word_is_a_goodbye_with_the_final_count(weights, handlers):
     control = until(4 * S, prompts=8)
     ran = run_here(config_of(), fake_engine(weights, tokens_per_step=1), control)
-    assert control.heard[0] == Hello(token=TOKEN, searcher="me", host="here", workers=1, version="0.0")
+    assert control.heard[0] == Hello(
+        token=TOKEN, searcher="me", host="here", workers=1, version="0.0", prompts=TASK.n_train
+    )
     last = control.heard[-1]
     assert isinstance(last, Goodbye)
     assert last.generated == ran.searcher.generated == sum(len(g.rollouts) for g in ran.groups)
@@ -378,15 +386,19 @@ def test_a_refusal_says_why(weights, handlers):
         run_here(config_of(), fake_engine(weights), control)
 
 
-def test_a_trainer_that_never_answers_is_reported_after_the_lease(weights, handlers):
-    with pytest.raises(TransportError, match=r"no trainer answered within 0\.05 s"):
-        run_here(config_of(transport={"lease_s": 0.05}), fake_engine(weights), Script(lambda message: []))
+def test_a_trainer_that_never_answers_is_left_after_the_patience(weights, handlers, caplog):
+    control = Script(lambda message: [])
+    config = config_of(transport={"lease_s": 0.05, "patience_s": 0.2})
+    assert run_here(config, fake_engine(weights), control).code == TRAINER_GONE == 75
+    assert "no trainer at there answered within 0.05 s" in caplog.text
+    assert len(control.heard_of(Hello)) > 1  # the first may have been lost
 
 
-def test_a_trainer_that_falls_silent_is_left(weights, handlers):
-    control = Script(lambda message: [Welcome(shards=())] if isinstance(message, Hello) else [])
-    ran = run_here(config_of(transport={"lease_s": 0.05}), fake_engine(weights), control)
-    assert ran.code == TRAINER_GONE == 75
+def test_a_trainer_that_falls_silent_is_waited_for_and_then_left(weights, handlers, caplog):
+    control = Script(lambda message: [Welcome(shards=(), newest="0.0")] if isinstance(message, Hello) else [])
+    ran = run_here(config_of(transport={"lease_s": 0.05, "patience_s": 0.2}), fake_engine(weights), control)
+    assert ran.code == TRAINER_GONE
+    assert "the trainer was silent for 0.05 s; waiting up to 0.2 s" in caplog.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -409,14 +421,16 @@ class Trainer:
     """The control server and a shard's inbox, as the trainer's rank 0 has them."""
 
     def __init__(self, lease_s: float, max_ahead_groups: int) -> None:
-        self.receiver = RolloutReceiver("127.0.0.1", TOKEN)
+        self.receiver = RolloutReceiver(LOOPBACK, TOKEN)
         self.control = ControlServer(
-            host="127.0.0.1",
-            port=0,
-            token=TOKEN,
-            lease_s=lease_s,
-            max_ahead_groups=max_ahead_groups,
-            shards=(self.receiver.address,),
+            LOOPBACK,
+            TOKEN,
+            FleetSettings(
+                lease_s=lease_s,
+                silent_s=lease_s / 2,
+                max_ahead_groups=max_ahead_groups,
+                shards=(self.receiver.address,),
+            ),
             newest=V0,
             leases=PromptLeases(),
         )
@@ -443,6 +457,11 @@ class Trainer:
     @property
     def said(self) -> int:
         return sum(self.control.generated()[0].values())
+
+    @property
+    def joined_and_lost(self) -> tuple[int, int]:
+        totals = self.control.totals()
+        return totals["joined"], totals["lost"]
 
     def close(self) -> None:
         if not self._closed:
@@ -495,7 +514,7 @@ def search(address: str, weights: Path, **overrides) -> Callable[[], int]:
     def run() -> int:
         engine = fake_engine(weights)
         name = new_name("here")  # each is another incarnation
-        return searcher_of(config_of(**overrides), engine, ControlClient(address), name=name).run()
+        return searcher_of(config_of(**overrides), engine, ControlClient(address, TOKEN), name=name).run()
 
     return run
 
@@ -503,11 +522,11 @@ def search(address: str, weights: Path, **overrides) -> Callable[[], int]:
 def test_all_that_was_generated_arrives_before_a_clean_stop(weights):
     with trainer() as t, child(search(t.control.address, weights)) as pid:
         t.receive_until(lambda: len(t.arrived) >= 40)
-        t.control.stop_searchers("enough")
+        t.control.stop_searchers("enough", final=True)
         assert exit_code(pid) == 0
         t.receive_until(lambda: t.rollouts == t.said)
         assert t.control.members() == []
-        assert t.control.totals() == (1, 0)
+        assert t.joined_and_lost == (1, 0)
         assert t.receiver.refused == 0
         assert len({r.rollout_id for g in t.arrived for r in g.rollouts}) == t.rollouts
 
@@ -518,7 +537,7 @@ def test_a_signal_ends_a_searcher_as_a_stop_does(weights):
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid) == 0
         t.receive_until(lambda: t.rollouts == t.said and not t.control.members())
-        assert t.control.totals() == (1, 0)
+        assert t.joined_and_lost == (1, 0)
 
 
 def test_a_killed_searcher_is_lost_and_another_visits_its_prompts(weights):
@@ -527,7 +546,7 @@ def test_a_killed_searcher_is_lost_and_another_visits_its_prompts(weights):
             t.receive_until(lambda: len(t.arrived) >= 4)
             os.kill(pid, signal.SIGKILL)
         first = {g.prompt_id for g in t.arrived}
-        t.receive_until(lambda: t.control.totals()[1] == 1)
+        t.receive_until(lambda: t.joined_and_lost[1] == 1)
         with child(search(t.control.address, weights)) as pid:
             t.receive_until(lambda: len(t.arrived) >= len(first) + 12)
             position, unfinished = t.control.unfinished_prompts()
@@ -538,20 +557,17 @@ def test_a_killed_searcher_is_lost_and_another_visits_its_prompts(weights):
 
 
 def test_a_dead_trainer_is_left_even_with_rollouts_that_nobody_takes(weights):
-    with trainer() as t, child(search(t.control.address, weights, transport={"lease_s": 0.5})) as pid:
+    with (
+        trainer() as t,
+        child(search(t.control.address, weights, transport={"lease_s": 0.5, "patience_s": 1.0})) as pid,
+    ):
         t.receive_until(lambda: len(t.arrived) >= 4)
         t.close()
         assert exit_code(pid) == TRAINER_GONE
 
 
 def test_a_searcher_without_a_trainer_ends(weights):
-    def run() -> int:
-        try:
-            return search(address, weights, transport={"lease_s": 0.2})()
-        except TransportError as error:
-            return 7 if "no trainer answered" in str(error) else 8
-
     with trainer() as t:
         address = t.control.address
-    with child(run) as pid:
-        assert exit_code(pid) == 7
+    with child(search(address, weights, transport={"lease_s": 0.2, "patience_s": 0.5})) as pid:
+        assert exit_code(pid) == TRAINER_GONE

@@ -46,9 +46,11 @@ class Twins:
         capacity_bytes: int = UNBOUNDED,
         drop: bool = False,
         max_reuse: int = 0,
+        vocab_size: int = 1 << 30,
     ) -> None:
         self.limits = (capacity_rollouts, per_prompt_rollouts)
         self.more_limits = {"capacity_bytes": capacity_bytes, "drop_truncated": drop, "max_reuse": max_reuse}
+        self.more_limits["vocab_size"] = vocab_size
         self.fast = self.newborn()
         self.slow = ListShard(*self.limits, **self.more_limits)
         self.log: list[tuple[int, RolloutBatch]] = []  # (segment, what was added)
@@ -154,11 +156,12 @@ def contents_of(shard: ReplayShard) -> list[Any]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(odd_rollouts() | some_rollouts(RolloutFactory()), max_size=6), st.booleans())
-def test_the_laws_of_validity_are_those_of_one_rollout(rollouts, drop_truncated):
+@given(st.lists(odd_rollouts() | some_rollouts(RolloutFactory()), max_size=6), st.booleans(), st.integers(0, 2))
+def test_the_laws_of_validity_are_those_of_one_rollout(rollouts, drop_truncated, vocab_size):
     batch = as_batch(as_group("p", rollouts))
-    slow = [invalid_reason(rollout, drop_truncated=drop_truncated) for rollout in batch.groups()[0].rollouts]
-    fast = invalid_reasons(batch, drop_truncated=drop_truncated).tolist()
+    laws = {"drop_truncated": drop_truncated, "vocab_size": vocab_size}
+    slow = [invalid_reason(rollout, **laws) for rollout in batch.groups()[0].rollouts]
+    fast = invalid_reasons(batch, **laws).tolist()
     assert [None if reason == VALID else REASONS[reason] for reason in fast] == slow
 
 
@@ -169,6 +172,7 @@ small_twins = st.builds(
     capacity_bytes=st.sampled_from([UNBOUNDED] * 4 + [200, 100, 40, 1]),
     drop=st.booleans(),
     max_reuse=st.sampled_from([0, 1, 2]),
+    vocab_size=st.sampled_from([2, 2, 2, 1, 0]),
 )
 
 
