@@ -5,12 +5,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from list_shard import plain_rollout
 from rollout_factory import NEW_RUN, RolloutFactory, as_batch, as_group, prompt_tokens
 
+from tba_megatron.buffer.rows import precedences, turns, version_code, version_of
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.buffer.shard_state import SavedShard, restore, to_columns
-from tba_megatron.types import PolicyHistory, PolicySpan, PolicyVersion, Rollout, RolloutGroup, StopReason
+from tba_megatron.types import (
+    FOREIGN_ATTEMPT,
+    PolicyHistory,
+    PolicySpan,
+    PolicyVersion,
+    Rollout,
+    RolloutGroup,
+    StopReason,
+)
 
 
 def add(shard: ReplayShard, *groups: RolloutGroup, segment: int = -1) -> None:
@@ -266,6 +277,35 @@ def test_the_oldest_of_all_prompts_leave_a_full_shard_and_an_empty_pool_goes():
     assert ledger_of(shard) == (3, 0, 0, 2, 0)
 
 
+def test_what_another_policy_wrote_leaves_in_turn_with_what_is_of_its_time():
+    for shard, ids in ((ReplayShard(3, 10), "pqrs"), (ReplayShard(10, 3), "pppp")):
+        make = RolloutFactory()
+        versions = [(FOREIGN_ATTEMPT, 2), (0, 1), (0, 2), (0, 3)]
+        groups = [
+            make.group(prompt_id, [token], attempt=attempt, step=step)
+            for token, (prompt_id, (attempt, step)) in enumerate(zip(ids, versions, strict=True))
+        ]
+        add(shard, *groups)
+        contents = [sorted(int(t) for p in set(ids) for t in held_tokens(shard, p))]
+        for step in (3, 3, 4):
+            add(shard, make.group(ids[-1], [10 + len(contents)], step=step))
+            contents.append(sorted(int(t) for p in set(ids) if p in shard.prompts for t in held_tokens(shard, p)))
+        assert contents == [[0, 2, 3], [0, 3, 11], [3, 11, 12], [11, 12, 13]]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (2, 0, 3, 1)])
+def test_of_equal_completions_the_trainers_own_is_held_whenever_it_was_written(order):
+    make, shard = RolloutFactory(), ReplayShard(10, 10)
+    versions = [PolicyVersion(0, 3), PolicyVersion(0, 2), PolicyVersion(0, 9).as_foreign(), PolicyVersion(0, 4)]
+    for i in order:
+        add(shard, make.group("p", [1], attempt=versions[i].attempt, step=versions[i].step))
+        if versions[i].is_foreign:
+            add(shard, make.group("p", [1], attempt=FOREIGN_ATTEMPT, step=8))
+    (got,) = held(shard, "p")
+    assert got.version == PolicyVersion(0, 4)
+    assert ledger_of(shard) == (1, 0, 4, 0, 0)
+
+
 def test_an_old_version_that_arrives_last_leaves_a_full_shard_first():
     make, shard = RolloutFactory(), ReplayShard(2, 10)
     for prompt_id, token, step in (("p", 1, 5), ("q", 2, 4), ("r", 3, 3)):
@@ -326,6 +366,52 @@ def test_segments_of_the_log_are_named_while_a_rollout_of_them_is_held():
 
 
 # Recency and what is fresh
+
+
+VERSIONS = st.builds(PolicyVersion, st.integers(0, 3), st.integers(0, 8))
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=3), VERSIONS, st.integers(0, 8))
+def test_an_age_is_never_negative_and_a_foreign_version_has_none(bases, version, step):
+    history = PolicyHistory(base_steps=(0, *bases))
+    age = history.age_steps(version, step)
+    assert age == (step - version.step if history.holds(version) and version.step <= step else None)
+    foreign = version.as_foreign()
+    assert history.age_steps(foreign, step) is None and not history.holds(foreign)
+    assert (foreign.is_foreign, foreign.era, foreign.as_foreign()) == (True, version, foreign)
+    assert PolicyVersion.parse(str(foreign)) == foreign == version_of(version_code(foreign))
+
+
+@given(st.lists(st.tuples(VERSIONS, st.booleans()), max_size=8, unique=True))
+def test_turns_go_by_era_and_precedences_by_whose_policy_it_is(some):
+    versions = [version.as_foreign() if foreign else version for version, foreign in some]
+    codes = np.array([version_code(version) for version in versions], np.int64)
+    by_turn = [versions[i] for i in np.argsort(turns(codes)).tolist()]
+    assert by_turn == sorted(versions, key=lambda version: (version.era, version.is_foreign))
+    by_precedence = [versions[i] for i in np.argsort(precedences(codes)).tolist()]
+    assert by_precedence == sorted(versions, key=lambda version: (not version.is_foreign, version))
+    assert turns(codes).tolist() == [turns(code) for code in codes.tolist()]
+
+
+def test_a_version_of_a_step_that_is_still_to_come_is_held_and_never_recent():
+    make, shard = RolloutFactory(), ReplayShard(10, 10)
+    add(shard, make.group("p", [1], step=5), make.group("q", [2], step=4))
+    assert shard.recent_rows(NEW_RUN, 4, 100).tolist() == row_with(shard, "q", 2).tolist()
+    assert (shard.report(NEW_RUN, 4, 100).n_recent, shard.report(NEW_RUN, 4, 100).n_fresh) == (1, 1)
+    assert shard.report(NEW_RUN, 5, 0).n_recent == 1
+
+
+def test_what_another_policy_wrote_is_never_recent_and_fresh_for_as_long_as_if_it_were():
+    make, shard = RolloutFactory(), ReplayShard(10, 10)
+    add(shard, make.group("p", [1], attempt=FOREIGN_ATTEMPT, step=4), make.group("q", [2], step=4))
+    for step, n_recent, n_fresh in ((4, 1, 2), (6, 1, 2), (7, 0, 0), (3, 0, 0)):
+        report = shard.report(NEW_RUN, step, 2)
+        assert (report.n_recent, report.n_fresh) == (n_recent, n_fresh), step
+        assert int(row_with(shard, "p", 1)[0]) not in shard.recent_rows(NEW_RUN, step, 2).tolist()
+    resumed = PolicyHistory(base_steps=(0, 3))  # its era is on a branch that was abandoned
+    assert shard.report(resumed, 5, 2).n_fresh == 0
+    shard.mark_trained(row_with(shard, "p", 1))
+    assert shard.report(NEW_RUN, 4, 2).n_fresh == 1
 
 
 def test_versions_of_an_abandoned_branch_are_held_and_never_recent():

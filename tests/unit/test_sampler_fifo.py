@@ -5,6 +5,7 @@ from sampler_steps import draw_all, draw_one, groups_of, shard_of, step_of, toke
 from tba_megatron.buffer.draws import Draw
 from tba_megatron.buffer.sampler import Fifo
 from tba_megatron.buffer.shard import ReplayShard
+from tba_megatron.types import FOREIGN_ATTEMPT
 
 
 def fifo_step(shard: ReplayShard, n: int, k: int, seed: int = 0) -> Draw:
@@ -38,6 +39,17 @@ def test_of_one_version_the_first_to_arrive_is_the_first_to_leave():
     make = RolloutFactory()
     shard = shard_of(make.group("p", [5, 3], step=1), make.group("p", [4, 1], step=1), make.group("p", [9], step=0))
     assert groups_of(draw_one(Fifo(), shard, 1, 4)) == [("p", ((9, 1), (5, 1), (3, 1), (4, 1)))]
+
+
+def test_what_another_policy_wrote_waits_with_what_is_of_its_time():
+    make = RolloutFactory()
+
+    def foreign(prompt_id: str, token: int, step: int):
+        return make.group(prompt_id, [token], attempt=FOREIGN_ATTEMPT, step=step)
+
+    shard = shard_of(make.group("c", [1], step=3), foreign("b", 2, 2), make.group("a", [3], step=1), foreign("a", 4, 0))
+    drawn = [groups_of(fifo_step(shard, 1, 1)) for _ in range(3)]
+    assert drawn == [[("a", ((4, 1),))], [("b", ((2, 1),))], [("c", ((1, 1),))]]
 
 
 def test_what_a_visit_leaves_over_joins_the_next_visit():

@@ -6,8 +6,9 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from tba_megatron.config_search import FakeEngineConfig
 from tba_megatron.config_sections import CopyTask
 from tba_megatron.errors import TransportError
 from tba_megatron.models.tokenizer import HfTokenizer
+from tba_megatron.rollout_batch import decode
 from tba_megatron.search.fake_engine import FakeEngine
 from tba_megatron.search.searcher import TRAINER_GONE, Searcher, new_name
 from tba_megatron.tasks.registry import make_task
@@ -40,14 +42,15 @@ from tba_megatron.transport.messages import (
     SampleRollout,
     Stop,
     ToSearcher,
+    Unknown,
     Welcome,
 )
 from tba_megatron.transport.registry import PromptLeases
-from tba_megatron.transport.rendezvous import Rendezvous
+from tba_megatron.transport.rendezvous import Rendezvous, read_rendezvous, write_rendezvous
 from tba_megatron.transport.rollout_sender import RolloutSender
 from tba_megatron.transport.rollouts import RolloutInbox, RolloutReceiver
 from tba_megatron.transport.sockets import Listen
-from tba_megatron.types import PolicyVersion, RolloutGroup, RolloutId, StopReason
+from tba_megatron.types import LogPosition, PolicyVersion, RolloutGroup, RolloutId, StopReason
 
 MODEL = Path(__file__).parents[2] / "configs" / "tiny_qwen2"
 TOKENIZER = HfTokenizer(MODEL)
@@ -417,11 +420,33 @@ def test_a_signal_before_the_welcome_is_a_clean_end(weights, handlers, number):
 # ---- in a process of its own, over sockets
 
 
+class MemoryLog:
+    """What was acknowledged."""
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+
+    def append(self, sender: str, sequence: int, payload: memoryview, checksum: int) -> LogPosition:
+        assert sequence == len(self.payloads)
+        self.payloads.append(bytes(payload))
+        return LogPosition(0, len(self.payloads))
+
+    def sync(self) -> None:
+        pass
+
+
 class Trainer:
     """The control server and a shard's inbox, as the trainer's rank 0 has them."""
 
-    def __init__(self, lease_s: float, max_ahead_groups: int) -> None:
-        self.receiver = RolloutReceiver(LOOPBACK, TOKEN)
+    def __init__(
+        self,
+        lease_s: float,
+        max_ahead_groups: int,
+        delivered: Mapping[str, int] | None = None,
+        log: MemoryLog | None = None,
+        attempt: int = 0,
+    ) -> None:
+        self.receiver = RolloutReceiver(LOOPBACK, TOKEN, delivered=delivered, log=log)
         self.control = ControlServer(
             LOOPBACK,
             TOKEN,
@@ -432,7 +457,7 @@ class Trainer:
                 shards=(self.receiver.address,),
             ),
             newest=V0,
-            leases=PromptLeases(),
+            leases=PromptLeases(attempt=attempt),
         )
         self.arrived: list[RolloutGroup] = []
         self._closed = False
@@ -471,8 +496,8 @@ class Trainer:
 
 
 @contextmanager
-def trainer(lease_s: float = 20.0, max_ahead_groups: int = 16):
-    made = Trainer(lease_s, max_ahead_groups)
+def trainer(lease_s: float = 20.0, max_ahead_groups: int = 16, **more):
+    made = Trainer(lease_s, max_ahead_groups, **more)
     try:
         yield made
     finally:
@@ -571,3 +596,76 @@ def test_a_searcher_without_a_trainer_ends(weights):
         address = t.control.address
     with child(search(address, weights, transport={"lease_s": 0.2, "patience_s": 0.5})) as pid:
         assert exit_code(pid) == TRAINER_GONE
+
+
+def test_a_searcher_joins_the_next_trainer_and_hands_over_what_the_last_one_never_acknowledged(weights, tmp_path):
+    def run() -> int:
+        config = config_of(transport={"patience_s": 60.0, "lease_s": 1.0, "heartbeat_s": 0.05, "resend_s": 0.2})
+        searcher = Searcher(
+            config=config,
+            engine=fake_engine(weights),
+            task=TASK,
+            tokenizer=TOKENIZER,
+            name="me",
+            host="here",
+            rendezvous=at_place(),
+            find=lambda: read_rendezvous(tmp_path),
+            dial=lambda found: ControlClient(found.address, found.token, "me"),
+            connect=partial(RolloutSender, resend_s=0.2),
+        )
+        return searcher.run()
+
+    def at_place() -> Rendezvous:
+        found = read_rendezvous(tmp_path)
+        assert found is not None
+        return found
+
+    def announce(t: Trainer, attempt: int) -> None:
+        write_rendezvous(
+            tmp_path,
+            Rendezvous(address=t.control.address, host="here", token=TOKEN, attempt=attempt, weights="unused"),
+        )
+
+    log = MemoryLog()
+    with trainer(max_ahead_groups=8, log=log) as first:
+        announce(first, 0)
+        with child(run) as pid:
+            first.receive_until(lambda: len(first.arrived) >= 40)
+            first.close()  # without a word
+            kept = [
+                rollout for payload in log.payloads for group in decode(payload).groups() for rollout in group.rollouts
+            ]
+            with trainer(max_ahead_groups=8, delivered={"me": len(log.payloads)}, attempt=1) as second:
+                announce(second, 1)
+                second.receive_until(lambda: len(second.arrived) >= 40)
+                second.control.stop_searchers("enough", final=True)
+                assert exit_code(pid) == 0
+                second.receive_until(lambda: len(kept) + second.rollouts == second.said)
+                ids = [r.rollout_id for r in (*kept, *(r for g in second.arrived for r in g.rollouts))]
+                assert sorted(ids) == [RolloutId("me", i) for i in range(len(ids))]
+                assert second.joined_and_lost == (1, 0)
+
+
+def test_a_trainer_that_ends_without_the_run_is_told_goodbye_and_the_next_one_hello(weights, handlers):
+    """``Stop(final=False)``: what was generated is handed over, then the searcher waits."""
+    heard: list[str] = []
+
+    def answer(message: FromSearcher) -> Iterable[ToSearcher]:
+        match message:
+            case Hello():
+                heard.append("hello")
+                yield Welcome(shards=("memory",), newest="0.0")
+                yield Lease(lease=len(heard), start=0, count=2)
+            case Goodbye():
+                heard.append("goodbye")
+                yield Beat(newest="0.0")  # of no interest any more
+                yield Unknown()  # as the next trainer at this address would say
+            case Heartbeat():
+                at_first = heard == ["hello"]
+                yield Stop(reason="over", final=not at_first) if message.generated >= 2 * S else Beat(newest="0.0")
+
+    control = Script(answer)
+    ran = run_here(config_of(), fake_engine(weights), control)
+    assert (ran.code, heard) == (0, ["hello", "goodbye", "hello", "goodbye"])
+    first, second = (hello.generated for hello in control.heard_of(Hello))
+    assert first == 0 and second >= 2 * S
