@@ -2,21 +2,21 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install install-kernels quickstart test test-slow lint format clean
+.PHONY: help install install-kernels quickstart test test-slow test-soak lint format clean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
 # Tests use no network, and threads would fight over the cores that several ranks already share.
-test test-slow lint: export OMP_NUM_THREADS := 1
-test test-slow lint: export TOKENIZERS_PARALLELISM := false
-test test-slow lint: export HF_HUB_OFFLINE := 1
-test test-slow lint: export TRANSFORMERS_OFFLINE := 1
-test test-slow lint: export VLLM_NO_USAGE_STATS := 1
-test test-slow lint: export DO_NOT_TRACK := 1
+test test-slow test-soak lint: export OMP_NUM_THREADS := 1
+test test-slow test-soak lint: export TOKENIZERS_PARALLELISM := false
+test test-slow test-soak lint: export HF_HUB_OFFLINE := 1
+test test-slow test-soak lint: export TRANSFORMERS_OFFLINE := 1
+test test-slow test-soak lint: export VLLM_NO_USAGE_STATS := 1
+test test-slow test-soak lint: export DO_NOT_TRACK := 1
 # pyright's wrapper would ask for a newer release.
-test test-slow lint: export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+test test-slow test-soak lint: export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -35,6 +35,9 @@ test: lint ## all checks and the fast tests
 
 test-slow: install-kernels ## the slow tests: several processes, real engines
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
+
+test-soak: install-kernels ## half an hour of a whole run: does any process grow? TBA_SOAK_MINUTES=3 for a short one
+	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
 
 lint: install-kernels ## style, formatting and types
 	$(BIN)/ruff check

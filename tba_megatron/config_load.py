@@ -17,6 +17,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tba_megatron.errors import ConfigError, RunFolderError
 KeyPath = tuple[str, ...]
 
 # What may differ between two attempts of one run, because the learning problem stays the same: how long, how
-# often saved, how watched, on how many ranks, where, and with how many searchers. "x.*" stands for a whole section.
+# often saved, how watched, on how many ranks, where, and with which searchers. A star stands for anything.
 MAY_CHANGE = frozenset(
     {
         "run.folder",
@@ -47,15 +48,16 @@ MAY_CHANGE = frozenset(
         "trainer.recompute",
         "trainer.layers",
         "trainer.microbatch_tokens",
-        "trainer.megatron_extra.num_layers_in_first_pipeline_stage",
-        "trainer.megatron_extra.num_layers_in_last_pipeline_stage",
-        "trainer.megatron_extra.pipeline_model_parallel_layout",
+        "trainer.megatron_extra.*pipeline*",
         "trainer.threads",
         "trainer.distributed_timeout_s",
         "weights.bucket_bytes",
         "weights.timeout_s",
         "transport.*",
+        "launch.*",
         "search.searchers",
+        "search.source*",
+        *("search.epochs", "search.absent_*"),
         "search.prompts_in_engine",
         "search.engine.threads",
         "search.engine.kv_cache_bytes",
@@ -126,7 +128,7 @@ def _refuse_another(config: Config, target: Path) -> None:
 
 
 def _may_change(key: str) -> bool:
-    return key in MAY_CHANGE or key.split(".")[0] + ".*" in MAY_CHANGE
+    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

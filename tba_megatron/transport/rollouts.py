@@ -22,10 +22,10 @@ import msgspec
 import xxhash
 import zmq
 
-from tba_megatron.errors import TbaError
+from tba_megatron.errors import TbaError, shown
 from tba_megatron.rollout_batch import RolloutBatch, decode
 from tba_megatron.transport.delivery import Inbound, Verdict
-from tba_megatron.transport.sockets import MOST_BYTES, Listen, Router
+from tba_megatron.transport.sockets import MOST_BYTES, Listen, Router, worth_a_line
 from tba_megatron.types import LogPosition, RolloutGroup
 
 _log = logging.getLogger(__name__)
@@ -324,7 +324,13 @@ class RolloutReceiver:
         payload = memoryview(payloads[0].bytes if len(payloads[0]) < _COPY_BYTES else payloads[0].buffer)
         if xxhash.xxh3_64_intdigest(payload) != head.checksum:
             self.corrupt += 1
-            _log.warning("rollouts: message %d of %s came damaged; it will be sent again", head.sequence, head.sender)
+            if worth_a_line(self.corrupt):
+                _log.warning(
+                    "rollouts: message %d of %s came damaged and will be sent again (%d so far)",
+                    head.sequence,
+                    shown(head.sender),
+                    self.corrupt,
+                )
             return None
         match self._inbound.judge(head.sender, head.sequence, now_s, head.oldest):
             case Verdict.ACCEPT:

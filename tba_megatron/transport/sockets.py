@@ -142,6 +142,11 @@ def _own_folder(folder: Path) -> None:
 # ---- the server's side
 
 
+def worth_a_line(n: int) -> bool:
+    """Whether to tell of the ``n``-th time: ever more seldom, since a flood must not fill the disk with lines."""
+    return n <= 8 or n & (n - 1) == 0
+
+
 class _Watch:
     """Counts the peers of a listening socket in a thread of its own, which sleeps until something happens.
 
@@ -188,7 +193,7 @@ class _ClientKey:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self._public)
+        return True
 
 
 class Router:
@@ -253,11 +258,10 @@ class Router:
         return frames
 
     def refuse(self, reason: str) -> None:
-        """Count a message, and say so ever more seldom, since a flood must not fill the disk with lines."""
+        """Count a message, and say so, though not each time."""
         self._refused_messages += 1
-        n = self._refused_messages
-        if n <= 8 or n & (n - 1) == 0:
-            _log.warning("%s refused a message: %s (%d so far)", self._name, shown(reason), n)
+        if worth_a_line(self._refused_messages):
+            _log.warning("%s refused a message: %s (%d so far)", self._name, shown(reason), self._refused_messages)
 
     def close(self, linger_s: float = 0.5) -> None:
         """Wait up to ``linger_s`` for what has not left yet; the socket's file goes, and its folders once empty."""

@@ -197,6 +197,13 @@ class ChaosRun:
             self._watch_sockets()
             time.sleep(0.05)
 
+    def until_gone(self, pid: int) -> None:
+        """Until a process of this run has ended, and is known to have where it is a role of the test's own."""
+        roles = [role for role in self.roles if role.pid == pid]
+        self.until(
+            lambda: pid not in self.processes() and not any(role.alive for role in roles), f"the end of process {pid}"
+        )
+
     def until_step(self, step: int, *alive: Role) -> None:
         self.until(lambda: self.step >= step, f"step {step}", *alive)
 

@@ -113,7 +113,7 @@ class Schedule:
 
     def _kill(self, pid: int) -> None:
         self._run.kill_pid(pid)
-        self._run.until(lambda: pid not in self._run.processes(), f"the end of {pid}")
+        self._run.until_gone(pid)
 
     def _kill_searcher(self) -> str:
         pid = self._random.choice(self._searchers())
@@ -124,7 +124,8 @@ class Schedule:
         pids = self._searchers()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        self._run.until(lambda: not set(pids) & set(self._run.processes()), "the end of all searchers")
+        for pid in pids:
+            self._run.until_gone(pid)
         return f"all {len(pids)} searchers killed"
 
     def _freeze(self) -> str:
@@ -142,7 +143,7 @@ class Schedule:
     def _dismiss_searcher(self) -> str:
         pid = self._random.choice(self._searchers())
         os.kill(pid, signal.SIGTERM)
-        self._run.until(lambda: pid not in self._run.processes(), f"the goodbye of {pid}")
+        self._run.until_gone(pid)
         return f"searcher {pid} dismissed"
 
     def _kill_trainer(self) -> str:

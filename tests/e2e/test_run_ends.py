@@ -1,15 +1,20 @@
 """Every run ends by itself, and well: few steps, few prompts, data that ends, several at once."""
 
 import json
-import math
+from collections import Counter
 
 import pytest
 from chaos import FAST_FAKE, chaos_run, start_model
-from launching import FAKE, ledger_gap, records, rollouts_of, steps, summary_of
+from launching import FAKE, QUICKSTART, ROOT, ledger_gap, records, rollouts_of, steps, summary_of
+
+from tba_megatron.config_load import load_config
+from tba_megatron.models.tokenizer import HfTokenizer
+from tba_megatron.tasks.registry import make_task
+from tba_megatron.trainer.checkpoint_folder import checkpoints
+from tba_megatron.trainer.run_state import read_run_state
 
 pytestmark = pytest.mark.slow
 
-QUIET = ("sft.steps=0", "evaluation.problems=16", "transport.heartbeat_s=0.2", "transport.lease_s=3")
 # 2 * 10 * 2 problems, of which some are held out by a hash.
 SMALL_TASK = "task={kind: arithmetic, max_left: 9, max_right: 1}"
 VLLM = "search.engine={kind: vllm, kv_cache_bytes: 67108864, max_sequences: 64}"
@@ -53,29 +58,24 @@ def test_three_prompts_last_for_a_hundred_steps(tmp_path, start):
     with chaos_run(tmp_path / "run", *FAST_FAKE, *start, *few, n_steps=100) as run:
         end(run)
         prompts = {row["prompt_id"] for row in rollouts_of(run.folder)}
-        assert 1 <= len(prompts) <= 4 < 100
+        assert len(prompts) == len(train_prompts(run)) == 3
 
 
 def assert_visited(run, epochs):
-    """Every prompt of the task was visited at least ``epochs`` times; how many there are."""
-    copies: dict[str, int] = {}
+    """Every prompt of the task was visited at least ``epochs`` times."""
+    copies: Counter[str] = Counter()
     for row in rollouts_of(run.folder):
-        copies[row["prompt_id"]] = copies.get(row["prompt_id"], 0) + int(row["copies"])
-    n_prompts = n_train_prompts(run)
-    assert len(copies) == n_prompts
+        copies[row["prompt_id"]] += int(row["copies"])
     per_visit = 4  # search.completions_per_prompt
+    assert set(copies) == train_prompts(run)
     assert min(copies.values()) >= epochs * per_visit, copies
-    return n_prompts
 
 
-def n_train_prompts(run):
-    from tba_megatron.config_load import load_config
-    from tba_megatron.models.tokenizer import HfTokenizer
-    from tba_megatron.tasks.registry import make_task
-
-    config = load_config(run.folder / "config.yaml", [])
+def train_prompts(run):
+    """The ids of all prompts that are trained on."""
+    config = load_config(ROOT / QUICKSTART, [f"run.folder={run.folder}", *run.settings])
     task = make_task(config.task, HfTokenizer(config.model.path), config.run.seed, config.model.max_length)
-    return len({task.train_prompt(position).prompt_id for position in range(2000)})
+    return {task.train_prompt(position).prompt_id for position in range(1000)}
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -137,22 +137,23 @@ def test_four_engines_that_start_at_once_all_join_and_leave(tmp_path, start):
         assert last(run, "fleet/joined_total") == 4
 
 
-@pytest.mark.parametrize("visits", [1.0, 1.5], ids=["at the end of the first epoch", "in the second epoch"])
-def test_a_run_that_resumes_visits_every_prompt_of_both_epochs(tmp_path, start, visits):
-    # In lock-step with its data, so that a step is known to end where an epoch does.
-    settings = (SMALL_TASK, "search.epochs=2", "buffer.max_reuse=1", "search.max_age_steps=1")
+@pytest.mark.parametrize("epochs", [1.0, 1.5], ids=["at the end of the first epoch", "in the second epoch"])
+def test_a_run_that_resumes_visits_every_prompt_of_both_epochs(tmp_path, start, epochs):
+    # In lock-step, a step begins where the prompts of the last one ended.
+    settings = (SMALL_TASK, "search.epochs=2", "weights.mode=sync", "weights.publish_every_steps=1")
     with chaos_run(tmp_path / "run", *FAST_FAKE, *start, *settings, n_steps=100_000) as run:
-        n_prompts = n_train_prompts_of(start, tmp_path)
-        first_steps = math.ceil(visits * n_prompts / 4)
-        launcher = run.start("launch", f"trainer.steps={first_steps}", name="first")
-        assert launcher.wait() == 0, run.told()
-        assert json.loads((run.folder / "result.json").read_text())["steps"] == first_steps
-        (saved,) = (path.name for path in (run.folder / "checkpoints").iterdir())
-        assert saved == f"step-{first_steps:08d}"
-        launcher = run.launch()
-        run.until(lambda: not launcher.alive, "the end of the data")
-        assert launcher.process.returncode == 0, run.told()
-        made = json.loads((run.folder / "result.json").read_text())["steps"]
-        run.check(made)
+        n_prompts = len(train_prompts(run))
+        n_steps, rest = divmod(round(epochs * n_prompts), 4)  # trainer.prompts_per_step
+        assert rest == 0
+        first = run.start("launch", f"trainer.steps={n_steps}", name="first")
+        assert first.wait() == 0, run.told()
+        assert json.loads((run.folder / "result.json").read_text())["steps"] == n_steps
+        ((step, checkpoint),) = checkpoints(run.folder / "checkpoints")
+        state = read_run_state(checkpoint)
+        assert (step, state.next_position, state.unfinished_prompts) == (n_steps, 4 * n_steps, [])
+        second = run.launch()
+        run.until(lambda: not second.alive, "the end of the data")
+        assert second.process.returncode == 0, run.told()
+        run.check(json.loads((run.folder / "result.json").read_text())["steps"])
         assert summary_of(run.folder)["data_ended"]
         assert_visited(run, 2)

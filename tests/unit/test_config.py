@@ -197,11 +197,41 @@ def test_what_leaves_the_learning_problem_alone_may_change_between_attempts(file
     store_config(load_config(file), tmp_path / "r")
     longer = load_config(
         file,
-        ["trainer.steps=999", "metrics.tensorboard=false", "transport.host=node7", "search.engine.threads=4"],
+        [
+            *("trainer.steps=999", "metrics.tensorboard=false", "transport.host=node7", "search.engine.threads=4"),
+            *("launch.searcher_restarts=9", "search.sources={hot: {temperature: 1.5}}", "search.epochs=3"),
+            *("search.source=hot", "search.absent_limit_s=90", "transport.rendezvous.kind=folder"),
+        ],
     )
     store_config(longer, tmp_path / "r")
     assert load_config(tmp_path / "r" / "config.yaml") == longer
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("key", ["search.temperature=0.5", "search.top_p=0.5", "search.completions_per_prompt=4"])
+def test_how_the_main_searchers_sample_stays(key, file, tmp_path):
+    store_config(load_config(file), tmp_path / "r")
+    with pytest.raises(RunFolderError, match="holds another configuration"):
+        store_config(load_config(file, [key]), tmp_path / "r")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["transport.control_port=80"], "transport.control_port: 80 has no effect with transport.sockets ipc"),
+        (["transport.rendezvous={kind: address, key_file: k}"], "searchers dial transport.host"),
+        (["transport.heartbeat_s=30"], "is more than a third of transport.lease_s"),
+        (["search.source=hot"], "search.source: hot is none of search.sources (which is empty)"),
+        (["search.sources={searcher: {}}"], "searcher is the name of those that search.searchers counts"),
+        (["weights.mode=sync", "search.sources={old: {policy: {kind: lagging, steps: 5}}}"], "which old of"),
+        (["search.absent_warning_s=9", "search.absent_limit_s=5"], "comes after search.absent_limit_s"),
+        (["search.sources={Hot!: {}}"], "search.sources"),
+    ],
+)
+def test_settings_of_searchers_that_cannot_work_are_refused(overrides, message, file):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    assert message in str(caught.value)
 
 
 def test_a_run_may_go_on_with_other_parallel_sizes(file, tmp_path):

@@ -339,6 +339,17 @@ def test_after_a_reconnection_the_oldest_goes_out_at_once_and_credit_begins_anew
     assert outbound.oldest == outbound.next_sequence == 3
 
 
+def test_after_a_reconnection_nothing_is_left_of_what_was_due():
+    outbound = Outbound(resend_s=RESEND_S)
+    outbound.heard(Answer(0, 100), 0.0)
+    for _ in range(4):
+        post(outbound)
+    assert numbers(outbound.due(10.0)) == [0]
+    outbound.heard(Answer(1, 100), 11.0)  # the others are due now
+    outbound.reconnected()
+    assert numbers(outbound.due(11.0)) == [1]
+
+
 def test_after_a_reconnection_with_nothing_under_way_the_first_message_needs_no_answer():
     outbound = Outbound(resend_s=RESEND_S)
     post(outbound, 10)

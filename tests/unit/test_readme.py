@@ -25,6 +25,8 @@ DOCUMENTS = [
         "docs/kernels.md",
         "docs/buffer.md",
         "docs/weights.md",
+        "docs/searchers.md",
+        "docs/security.md",
     )
 ]
 TOP = ("tba_megatron", "megatron_patches", "configs", "scripts", "tests", "benchmarks", "requirements", "docs")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import xxhash
 import zmq
@@ -27,7 +28,7 @@ from tba_megatron.transport.rollouts import Arrival, Head, RolloutReceiver, owne
 from tba_megatron.transport.sockets import Dealer, Listen, Router
 from tba_megatron.types import LogPosition, RolloutGroup
 
-TOKEN = "of-this-run"
+TOKEN, OTHER_TOKEN = "of-this-run", "of-another-run"
 TCP = Listen(sockets="tcp", host="127.0.0.1", folder=Path("unused"))
 
 
@@ -52,6 +53,16 @@ class ListLog:
 @contextmanager
 def receiver(**options):
     inbox = RolloutReceiver(TCP, TOKEN, **options)
+    try:
+        yield inbox
+    finally:
+        inbox.close()
+
+
+@contextmanager
+def other_receiver(**options):
+    """Of the trainer's next attempt."""
+    inbox = RolloutReceiver(TCP, OTHER_TOKEN, **options)
     try:
         yield inbox
     finally:
@@ -191,6 +202,7 @@ def test_groups_come_back_as_they_were_from_memory():
     pair.send(sent[2])
     assert pair.close() == 0
     assert pair.room
+    assert pair.reconnect(["anywhere"], "secret") == pair.unacknowledged == pair.forgotten == 0
     waiting_bytes = pair.waiting_bytes
     arrivals = list(pair.drain())
     assert [a.batch.n_groups for a in arrivals] == [2, 1]
@@ -624,6 +636,156 @@ def test_connections_that_break_lose_and_repeat_nothing():
     assert_same(groups_of(arrivals), groups)
     assert proxy.cuts == 5  # the last by the sender that closed
     assert inbox.corrupt == inbox.refused == 0
+
+
+# ---- another trainer
+
+
+@pytest.mark.parametrize("kept", [5, 3, 0])
+def test_the_next_shard_gets_what_was_not_acknowledged_under_the_same_numbers(kept):
+    groups = some_groups(8)
+    log = ListLog()
+    with receiver(log=log) as inbox, sender_to(inbox.address, batch_bytes=1, resend_s=600.0) as outbox:
+        for group in groups[:5]:
+            outbox.send(group)
+        take_all(inbox, outbox, 5)
+        until(lambda: not outbox.unacknowledged, outbox.flush)
+        inbox.close()
+        for group in groups[5:]:  # into the void
+            outbox.send(group)
+            outbox.flush()
+        assert outbox.unacknowledged == 6
+        with other_receiver(delivered={"s0": kept} if kept else {}) as again:
+            assert outbox.reconnect([again.address], OTHER_TOKEN) == 0
+            arrivals = take_all(again, outbox, 3)
+            assert outbox.close(linger_s=60.0) == 0
+            assert again.forgotten == 5 - kept
+            assert (again.refused, again.gaps, again.duplicates) == (0, 0, 0)
+    assert [(a.sender, a.sequence) for a in arrivals] == [("s0", 5), ("s0", 6), ("s0", 7)]
+    assert_same(groups_of(arrivals), groups[5:])
+
+
+def test_what_the_log_has_and_nobody_acknowledged_is_not_taken_twice():
+    groups = some_groups(6)
+    log = DiesAfterWriting()
+    with receiver(log=log) as inbox, sender_to(inbox.address, batch_bytes=1, resend_s=600.0) as outbox:
+        for group in groups[:3]:
+            outbox.send(group)
+        until(lambda: not inbox._threads[0].is_alive(), outbox.flush)
+        for group in groups[3:]:
+            outbox.send(group)
+        with other_receiver(delivered={"s0": 3}) as again:
+            outbox.reconnect([again.address], OTHER_TOKEN)
+            arrivals = take_all(again, outbox, 3)
+            assert outbox.close(linger_s=60.0) == 0
+            assert (again.forgotten, again.duplicates > 0) == (0, True)
+    assert [a.sequence for a in arrivals] == [3, 4, 5]
+    assert_same(groups_of(arrivals), groups[3:])
+
+
+def test_other_shards_get_what_was_not_sent_under_new_numbers_and_the_rest_is_given_up(caplog):
+    groups = some_groups(40)
+    with (
+        receiver(window_bytes=8 * 4 * len(payload_of(groups[:1]))) as inbox,
+        sender_to(inbox.address, batch_bytes=1, resend_s=600.0) as outbox,
+        other_receiver() as first,
+        other_receiver(delivered={"s0": 30}) as second,  # as it may be in the log of an older attempt
+    ):
+        outbox.send(groups[0])
+        until(lambda: not outbox.unacknowledged, outbox.flush)
+        inbox.close()
+        for group in groups[1:]:
+            outbox.send(group)
+        (lane,) = outbox._lanes
+        sent, pending = lane.outbound.unacknowledged_rollouts // 2, [group for group, _ in lane.pending]
+        assert min(sent, len(pending)) > 0
+        assert sent + len(pending) == 39
+        with caplog.at_level(logging.WARNING):
+            assert outbox.reconnect([first.address, second.address], OTHER_TOKEN) == 2 * sent
+        assert f"had 1 shards and has 2: {2 * sent} rollouts" in caplog.text
+        assert outbox.unacknowledged == 2 * len(pending)
+        arrivals = [[], []]
+
+        def turn() -> None:
+            outbox.flush()
+            for shard, inbox in enumerate((first, second)):
+                arrivals[shard] += inbox.drain()
+
+        until(lambda: len(prompts_of(arrivals[0] + arrivals[1])) == len(pending), turn)
+        assert outbox.close(linger_s=60.0) == 0
+        for shard in range(2):
+            assert_same(groups_of(arrivals[shard]), [g for g in pending if owner_of(g.prompt_id, 2) == shard])
+            assert [a.sequence for a in arrivals[shard]] == list(range(len(arrivals[shard])))
+            assert {a.sender for a in arrivals[shard]} == {"s0+1"}
+        assert (first.forgotten, second.forgotten, first.duplicates, second.duplicates) == (0, 0, 0, 0)
+
+
+def test_nothing_is_told_where_nothing_is_given_up(caplog):
+    with receiver() as inbox, other_receiver() as first, other_receiver() as second, sender_to(inbox.address) as outbox:
+        with caplog.at_level(logging.WARNING):
+            assert outbox.reconnect([first.address, second.address], OTHER_TOKEN) == 0
+        assert caplog.text == ""
+
+
+def test_an_address_that_is_none_leaves_a_sender_as_it_was():
+    with receiver() as inbox, sender_to(inbox.address, batch_bytes=1) as outbox:
+        outbox.send(some_groups(1)[0])
+        with pytest.raises(TransportError, match="cannot dial tcp://nowhere"):
+            outbox.reconnect([inbox.address, "tcp://nowhere"], OTHER_TOKEN)
+        outbox.send(some_groups(2)[1])
+        assert len(take_all(inbox, outbox, 2)) == 2
+        assert outbox.close(linger_s=60.0) == 0
+    with pytest.raises(TransportError, match="cannot dial tcp://nowhere"):
+        RolloutSender(["tcp://nowhere"], TOKEN, "s0")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_fifty_reconnections_leave_no_descriptor(same):
+    process = psutil.Process()
+    groups = some_groups(56)
+    with other_receiver() as first, other_receiver() as second, sender_to(first.address, second.address) as outbox:
+        got: list[str] = []
+
+        def once(turn: int) -> None:
+            n = 2 if same else 1 + turn % 2
+            outbox.reconnect([first.address, second.address][:n], OTHER_TOKEN)
+            outbox.send(groups[turn])
+
+            def turn_() -> None:
+                outbox.flush()
+                got.extend(prompts_of([*first.drain(), *second.drain()]))
+
+            until(lambda: len(got) == turn + 1, turn_)
+            until(lambda: not outbox.unacknowledged, outbox.flush)
+
+        for turn in range(6):
+            once(turn)
+        descriptors = process.num_fds()
+        for turn in range(6, 56):
+            once(turn)
+        until(lambda: process.num_fds() <= descriptors + 2)  # connections that are just ending
+        assert got == [group.prompt_id for group in groups]
+        assert first.forgotten == second.forgotten == 0
+
+
+def test_a_message_that_no_shard_would_take_is_told_before_it_is_sent():
+    (small,), (large,) = some_groups(1), some_groups(1, tokens=2000)
+    with receiver(most_bytes=4000) as inbox, sender_to(inbox.address, batch_bytes=1, most_bytes=4000) as outbox:
+        outbox.send(small)
+        until(lambda: not outbox.unacknowledged, outbox.flush)
+        with pytest.raises(
+            TransportError, match=r"2 rollouts of 1 prompts take \d+ bytes, and a shard takes 4000 in a"
+        ):
+            outbox.send(large)
+        assert inbox.refused == 0
+
+
+def test_the_largest_message_that_a_sender_sends_is_taken():
+    (probe,) = some_groups(1, tokens=1000)
+    most_bytes = len(payload_of([probe])) + 1024
+    with receiver(most_bytes=most_bytes) as inbox, sender_to(inbox.address, most_bytes=most_bytes) as outbox:
+        outbox.send(probe)
+        assert_same(groups_of(take_all(inbox, outbox, 1)), [probe])
 
 
 def serve(inbox_made: int, n_groups: int) -> None:
