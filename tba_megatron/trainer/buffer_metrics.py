@@ -48,6 +48,7 @@ def shard_metrics(reports: Sequence[ShardReport], messages: Sequence[MessageCoun
         "buffer/waiting_bytes": sum(m.waiting_bytes for m in messages),
         "buffer/refused_total": sum(m.refused for m in messages),
         "buffer/corrupt_total": sum(m.corrupt for m in messages),
+        "buffer/forgotten_total": sum(m.forgotten for m in messages),
         "buffer/sent_again_total": sum(m.duplicates + m.gaps for m in messages),
     }
 

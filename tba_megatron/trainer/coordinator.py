@@ -174,9 +174,9 @@ class Coordinator:
         try:
             manifest = self._manifest(rounds[cohorts[0].epoch], cohorts[0].replica, version)
             if self._config.transport == "files":
-                (cohort,) = cohorts
-                self._deliver_files(rounds[cohort.epoch], plan, cohort, manifest, version)
-                end(cohort, None)
+                for cohort in cohorts:  # the first writes the files, and the others read the same
+                    self._deliver_files(rounds[cohort.epoch], plan, cohort, manifest, version)
+                    end(cohort, None)
                 return
             self._control.published(version)
             for cohort in cohorts:

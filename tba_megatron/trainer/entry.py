@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 def train(config: Config, groups: Groups) -> int:
     """Run this rank until the run is complete or a signal stops it; the exit code."""
     model = build_model(config, groups)
-    shard = _build_shard(config, groups)
+    shard = _build_shard(config, groups, model.shape.vocab_size)
     state = _restore(config, model.policy, shard, groups)
     start = PolicyVersion(state.history.attempt, state.step)
     weights = config.run.folder / "weights"
@@ -111,7 +111,7 @@ def train(config: Config, groups: Groups) -> int:
     return code
 
 
-def _build_shard(config: Config, groups: Groups) -> StoredShard | None:
+def _build_shard(config: Config, groups: Groups, vocab_size: int) -> StoredShard | None:
     """On DP leaders: this replica's share of the buffer."""
     if not groups.is_leader:
         return None
@@ -123,6 +123,7 @@ def _build_shard(config: Config, groups: Groups) -> StoredShard | None:
             buffer.per_prompt_rollouts,
             capacity_bytes=max(1, buffer.capacity_bytes // n_shards),
             drop_truncated=config.objective.truncated == "drop",
+            vocab_size=vocab_size,
             max_reuse=buffer.max_reuse,
         ),
         replay=config.run.folder / REPLAY if files else None,

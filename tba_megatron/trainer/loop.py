@@ -183,6 +183,7 @@ class TrainLoop:
                 corrupt=receiver.corrupt,
                 duplicates=receiver.duplicates,
                 gaps=receiver.gaps,
+                forgotten=receiver.forgotten,
                 waiting_bytes=receiver.waiting_bytes,
             ),
             failure=failure,

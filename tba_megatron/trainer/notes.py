@@ -26,6 +26,7 @@ class MessageCounts:
     corrupt: int = 0  # with a wrong checksum; they are sent again
     duplicates: int = 0  # sent again although they had arrived
     gaps: int = 0  # ahead of one that was lost; they are sent again
+    forgotten: int = 0  # acknowledged by an earlier attempt, whose shard has lost them
     waiting_bytes: int = 0
 
 

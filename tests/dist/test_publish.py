@@ -47,7 +47,16 @@ def search(name: str, model: Path, folder: Path, dies_at: str | None) -> None:
     while not (folder / "address").exists():
         time.sleep(0.01)
     control = ControlClient((folder / "address").read_text(), TOKEN)
-    control.send(Hello(token=TOKEN, searcher=name, host="h", workers=1, version="0.0"))
+    control.send(
+        Hello(
+            token=TOKEN,
+            searcher=name,
+            host="h",
+            workers=1,
+            version="0.0",
+            takes_every={"fixed": 0, "old": 2}.get(name, 1),
+        )
+    )
     while not stopped and time.monotonic() < deadline_s:
         for message in control.poll(0.02):
             stopped = stopped or isinstance(message, Stop)
@@ -198,6 +207,30 @@ def test_a_searcher_that_dies_does_not_keep_a_version_from_another_cohort(model,
     assert counts == (2, 1)  # the version reached one cohort, and one round failed
     assert sorted(received(tmp_path, "a")) == ["0.1"]
     assert_equal_weights(received(tmp_path, "b")["0.2"], sent[1][1])
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "files"])
+def test_a_lagging_searcher_gets_every_other_version_and_a_fixed_one_none(transport, model, tmp_path):
+    def body(groups):
+        desk = Desk(groups, {}, model, tmp_path, 3, transport=transport)
+        for step in (1, 2, 3):
+            version, lags = PolicyVersion(0, step), {"fixed"} | ({"old"} if step == 2 else set())
+            desk.publish(version)
+            taken = desk.control.wait_until(
+                lambda members, v=version, lags=lags: all(m.version == v for m in members if m.searcher not in lags),
+                LIMIT_S,
+            )
+            assert taken
+        counts = desk.counts()
+        desk.close()
+        return counts
+
+    with searchers(model, tmp_path, a=None, old=None, fixed=None):
+        ((published, failed),) = run_ranks(body)
+    assert (published, failed) == (3, 0)
+    assert sorted(received(tmp_path, "a")) == ["0.1", "0.2", "0.3"]
+    assert sorted(received(tmp_path, "old")) == ["0.1", "0.3"]
+    assert received(tmp_path, "fixed") == {}
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,14 @@ from tba_megatron.trainer.run_state import read_run_state
 
 pytestmark = pytest.mark.slow
 
-# 2 * 10 * 2 problems, of which some are held out by a hash.
-SMALL_TASK = "task={kind: arithmetic, max_left: 9, max_right: 1}"
+# 2 * 10 * 2 problems; a hash holds 8 of them out.
+SMALL_TASK = ("task={kind: arithmetic, max_left: 9, max_right: 1}", "evaluation.problems=8")
+# 2 * 2 * 2 problems, three of which are left to train on: fewer than a step takes.
+THREE_PROMPTS = (
+    "task={kind: arithmetic, max_left: 1, max_right: 1, held_out_fraction: 0.5}",
+    "evaluation.problems=5",
+    "buffer.max_reuse=0",
+)
 VLLM = "search.engine={kind: vllm, kv_cache_bytes: 67108864, max_sequences: 64}"
 
 
@@ -53,9 +59,7 @@ def test_a_run_of_no_step_measures_and_ends(tmp_path, start):
 
 
 def test_three_prompts_last_for_a_hundred_steps(tmp_path, start):
-    # 2 * 2 * 1 problems, one of which is held out: fewer than a step takes.
-    few = ("task={kind: arithmetic, max_left: 1, max_right: 1, held_out_fraction: 0.5}", "buffer.max_reuse=0")
-    with chaos_run(tmp_path / "run", *FAST_FAKE, *start, *few, n_steps=100) as run:
+    with chaos_run(tmp_path / "run", *FAST_FAKE, *start, *THREE_PROMPTS, n_steps=100) as run:
         end(run)
         prompts = {row["prompt_id"] for row in rollouts_of(run.folder)}
         assert len(prompts) == len(train_prompts(run)) == 3
@@ -80,7 +84,7 @@ def train_prompts(run):
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_run_ends_well_when_its_data_has_ended(tmp_path, start, epochs):
-    settings = (SMALL_TASK, f"search.epochs={epochs}", "buffer.max_reuse=1", "search.searchers=2")
+    settings = (*SMALL_TASK, f"search.epochs={epochs}", "buffer.max_reuse=1", "search.searchers=2")
     with chaos_run(tmp_path / "run", *FAST_FAKE, *start, *settings, n_steps=100_000) as run:
         launcher = run.launch()
         run.until(lambda: not launcher.alive, "the end of the data")
@@ -140,7 +144,7 @@ def test_four_engines_that_start_at_once_all_join_and_leave(tmp_path, start):
 @pytest.mark.parametrize("epochs", [1.0, 1.5], ids=["at the end of the first epoch", "in the second epoch"])
 def test_a_run_that_resumes_visits_every_prompt_of_both_epochs(tmp_path, start, epochs):
     # In lock-step, a step begins where the prompts of the last one ended.
-    settings = (SMALL_TASK, "search.epochs=2", "weights.mode=sync", "weights.publish_every_steps=1")
+    settings = (*SMALL_TASK, "search.epochs=2", "weights.mode=sync", "weights.publish_every_steps=1")
     with chaos_run(tmp_path / "run", *FAST_FAKE, *start, *settings, n_steps=100_000) as run:
         n_prompts = len(train_prompts(run))
         n_steps, rest = divmod(round(epochs * n_prompts), 4)  # trainer.prompts_per_step

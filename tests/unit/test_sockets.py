@@ -179,7 +179,7 @@ def test_the_folder_of_sockets_is_its_owners_alone(run_folder):
 
 
 def as_file(path: Path) -> None:
-    path.write_text("")
+    path.touch(mode=0o600)
 
 
 def as_link(path: Path) -> None:

@@ -271,9 +271,12 @@ def test_the_pause_before_a_restart_blocks_nothing(tmp_path, monkeypatch):
     assert "search-1 ended with exit code 7; started again (1 of 3 times" in stream.getvalue()
 
 
-def test_a_configuration_that_a_searcher_cannot_use_ends_the_run_at_once(tmp_path):
+def test_a_configuration_that_a_searcher_cannot_use_ends_the_run_once_the_trainer_has_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "LEAVE_S", 0.0)  # for saving it has longer than that
     saved = tmp_path / "saved"
-    trainer = shell(tmp_path, "train-0", f"trap 'touch {saved}; exit 143' TERM; sleep 60 & {count_is(2)}; wait")
+    trainer = shell(
+        tmp_path, "train-0", f"trap 'sleep 0.3; touch {saved}; exit 143' TERM; sleep 60 & {count_is(2)}; wait"
+    )
     searcher = shell(tmp_path, "search-0", f"{count_is(2)}; sleep 0.1; echo no such engine >&2; exit 2")
     with pytest.raises(RoleFailedError, match=r"search-0 ended with exit code 2; (?s:.*)no such engine") as caught:
         run([trainer], [searcher])
