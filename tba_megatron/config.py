@@ -15,6 +15,7 @@ from tba_megatron.config_search import (
     MAIN_SOURCE,
     AddressRendezvous,
     EvaluationConfig,
+    FixedPolicy,
     LaunchConfig,
     NewestPolicy,
     SearchConfig,
@@ -26,6 +27,7 @@ from tba_megatron.config_sections import (
     MetricsConfig,
     ModelConfig,
     ObjectiveConfig,
+    RewardRecencySampler,
     RunConfig,
     Section,
     SftConfig,
@@ -179,7 +181,8 @@ class Config(Section):
         ]
 
     def _source_rules(self) -> list[tuple[bool, str]]:
-        s = self.search
+        s, sampler = self.search, self.buffer.sampler
+        fixed = [name for name, source in s.sources.items() if isinstance(source.policy, FixedPolicy)]
         lags = [name for name, source in s.sources.items() if not isinstance(source.policy, NewestPolicy)]
         return [
             (
@@ -195,6 +198,11 @@ class Config(Section):
                 self.weights.mode == "sync" and bool(lags),
                 f"weights.mode: sync waits until every searcher runs the newest version, which {', '.join(lags)} of "
                 f"search.sources never does; choose async, or leave the policy of that source out",
+            ),
+            (
+                bool(fixed) and isinstance(sampler, RewardRecencySampler) and sampler.recent_probability == 1.0,
+                f"buffer.sampler.recent_probability: 1 draws nothing but recent rollouts, which those of "
+                f"{', '.join(fixed)} of search.sources never are; lower it to learn from them",
             ),
             (
                 s.absent_warning_s > s.absent_limit_s,

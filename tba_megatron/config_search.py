@@ -109,7 +109,7 @@ SourcePolicy = Annotated[NewestPolicy | LaggingPolicy | FixedPolicy, Field(discr
 
 
 class SourceConfig(Section):
-    """Searchers that sample in another way, or another policy. All else is as in ``search``; metrics tell them apart."""
+    """Searchers that sample in another way, or another policy; all else is as in ``search``. Each has metrics."""
 
     searchers: CountOrZero = 1
     """How many ``tba launch`` starts beside those of ``search.searchers``."""

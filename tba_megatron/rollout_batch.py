@@ -27,6 +27,7 @@ from tba_megatron.types import (
     StopReason,
     TrainGroup,
 )
+from tba_megatron.untrusted import decoded
 
 STOP_REASONS = tuple(StopReason)
 NO_VERSION = -1  # of a reference log-prob that is not known; the log-prob itself is NaN then
@@ -323,7 +324,7 @@ def decode(data: bytes | memoryview) -> RolloutBatch:
     start = _HEAD_SIZE.size + head_size
     if start > len(view):
         raise ValueError(f"a head of {head_size} bytes in a batch of {len(view)}")
-    head = _decoder.decode(view[_HEAD_SIZE.size : start])
+    head = decoded(_decoder, view[_HEAD_SIZE.size : start])
     if head.format != _FORMAT or len(head.lengths) != len(_DTYPES) or min(head.lengths) < 0:
         raise ValueError(f"format {head.format} with {len(head.lengths)} arrays; this program reads format {_FORMAT}")
     start += -head_size % _ALIGNED

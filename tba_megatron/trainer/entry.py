@@ -36,7 +36,7 @@ from tba_megatron.transport.fleet import FleetSettings
 from tba_megatron.transport.registry import PromptLeases
 from tba_megatron.transport.rendezvous import Rendezvous, withdraw_rendezvous, write_rendezvous
 from tba_megatron.transport.rollouts import RolloutReceiver, owner_of
-from tba_megatron.transport.sockets import listen_at, new_secret, read_secret
+from tba_megatron.transport.sockets import listen_at, new_secret, read_secret, remove_sockets
 from tba_megatron.transport.weight_files import remove_old, version_folder, write_marker
 from tba_megatron.types import PolicyVersion
 
@@ -145,6 +145,7 @@ def _secret(config: Config, groups: Groups) -> str:
                 f"tcp and transport.host to the address of {next(iter(hosts))}"
             )
         if groups.rank == 0:
+            remove_sockets(config.run.folder)  # of an attempt that was killed
             where = config.transport.rendezvous
             secret = read_secret(where.key_file) if isinstance(where, AddressRendezvous) else new_secret()
     return from_rank_0(secret, groups)

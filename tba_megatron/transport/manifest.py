@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tba_megatron.errors import WeightTransferError
 from tba_megatron.types import PolicyVersion
+from tba_megatron.untrusted import decoded
 
 _ALIGNMENT = 8  # bytes; no dtype needs more to be viewed in place
 _PIECE = 1 << 20  # bytes that a core's cache holds: what the checksum has read, the finite test reads again for nothing
@@ -68,7 +69,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(data: bytes) -> Manifest:
     """msgspec.DecodeError when ``data`` is no manifest."""
-    return _decoder.decode(data)
+    return decoded(_decoder, data)
 
 
 def dtype_text(dtype: torch.dtype) -> str:

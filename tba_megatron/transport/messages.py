@@ -6,9 +6,11 @@ sides notice silence. A message travels with a number of its sender's, so that n
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
+
+from tba_megatron.untrusted import decoded
 
 # Whatever a peer may say has a bound, so that a wrong word costs neither memory nor the sense of a metric.
 VersionText = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,7}\.[0-9]{1,12}$")]
@@ -191,19 +193,13 @@ def encode(message: FromSearcher | ToSearcher, number: int = 0) -> bytes:
 
 def decode_from_searcher(data: bytes) -> tuple[int, FromSearcher]:
     """(number, message); msgspec.DecodeError for anything that is not one of the messages."""
-    return _decode(_from_searcher, data)
+    envelope = decoded(_from_searcher, data)
+    return envelope.number, envelope.message
 
 
 def decode_to_searcher(data: bytes) -> tuple[int, ToSearcher]:
     """(number, message); msgspec.DecodeError for anything that is not one of the messages."""
-    return _decode(_to_searcher, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> tuple[int, Any]:
-    try:
-        envelope = decoder.decode(data)
-    except RecursionError:  # lists within lists, a thousand deep
-        raise msgspec.DecodeError("nested too deeply") from None
+    envelope = decoded(_to_searcher, data)
     return envelope.number, envelope.message
 
 

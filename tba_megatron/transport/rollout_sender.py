@@ -19,6 +19,7 @@ from tba_megatron.transport.delivery import Answer, Message, Outbound
 from tba_megatron.transport.rollouts import Head, owner_of
 from tba_megatron.transport.sockets import MOST_BYTES, Dealer
 from tba_megatron.types import RolloutGroup
+from tba_megatron.untrusted import decoded
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class RolloutSender:
             outbound, now_s = self._lane_of[socket].outbound, self._clock()
             while socket.poll(0):
                 try:
-                    outbound.heard(_answers.decode(socket.recv()), now_s)
+                    outbound.heard(decoded(_answers, socket.recv()), now_s)
                 except ValueError as error:
                     _log.warning("an answer to rollouts that is none: %s", shown(str(error)))
 

@@ -27,6 +27,7 @@ from tba_megatron.rollout_batch import RolloutBatch, decode
 from tba_megatron.transport.delivery import Inbound, Verdict
 from tba_megatron.transport.sockets import MOST_BYTES, Listen, Router, worth_a_line
 from tba_megatron.types import LogPosition, RolloutGroup
+from tba_megatron.untrusted import decoded
 
 _log = logging.getLogger(__name__)
 
@@ -309,7 +310,7 @@ class RolloutReceiver:
             return None
         try:
             _, head_frame, *payloads = frames
-            head = _heads.decode(head_frame.buffer)
+            head = decoded(_heads, head_frame.buffer)
             if head.oldest > head.sequence:
                 raise ValueError(
                     f"its sender says to have message {head.oldest} and later ones, and sends {head.sequence}"

@@ -12,7 +12,7 @@ FILES = sorted(path for folder in ("tba_megatron", "megatron_patches") for path 
 
 # A room may import the rooms of lower floors and itself, never its neighbours.
 FLOORS = [
-    {"types", "errors", "ragged"},
+    {"types", "errors", "ragged", "untrusted"},
     {"rollout_batch", "config_sections"},
     {"config_search"},
     {"config"},
