@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -60,8 +60,8 @@ class Child:
 class Children:
     """All of them. To be left as a context, with none living."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = dict(environment)
+    def __init__(self, environment: Mapping[str, str], inherited: Sequence[int] = ()) -> None:
+        self._environment, self._inherited = dict(environment), tuple(inherited)
         self.living: list[Child] = []
         self._groups: dict[int, float] = {}  # process groups whose leader has ended, and when it did
 
@@ -99,6 +99,7 @@ class Children:
             stdout=None if role.visible else log,
             stderr=log,
             env={**self._environment, **role.environment},
+            pass_fds=self._inherited,
             start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which forwards it
             preexec_fn=partial(_die_with_parent, os.getpid()),
         )

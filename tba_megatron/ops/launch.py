@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import signal
 import time
@@ -15,8 +14,9 @@ from tba_megatron.config import Config
 from tba_megatron.config_load import store_config
 from tba_megatron.config_search import MAIN_SOURCE
 from tba_megatron.dist import run_environment
-from tba_megatron.errors import ModelError, RoleFailedError, RunFolderError
+from tba_megatron.errors import ModelError, RoleFailedError
 from tba_megatron.ops.roles import STORE, Role, has_searchers, searchers, searchers_by_source, trainer_ranks
+from tba_megatron.ops.run_lock import alone_in
 from tba_megatron.ops.summary import SUMMARY, is_complete, print_summary, read_summary, summarise, write_summary
 from tba_megatron.ops.supervise import Supervisor
 from tba_megatron.trainer.result import read_result
@@ -34,7 +34,10 @@ def launch(config: Config, stream: TextIO) -> int:
     stored = folder / "config.yaml"
     _check_model(config)
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder), Supervisor(run_environment(), stream, config.launch) as supervisor:
+    with (
+        _alone_in(folder, stream) as lock,
+        Supervisor(run_environment(), stream, config.launch, inherited=(lock,)) as supervisor,
+    ):
         store_config(config, folder)  # not before the folder is ours: the roles of another launch read this file
         if is_complete(config):
             summary = read_summary(folder)
@@ -78,18 +81,12 @@ def _data(config: Config) -> str:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _alone_in(folder: Path, stream: TextIO) -> Iterator[int]:
     """Hold the run folder, cleared of what a launch that was killed may have left."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunFolderError(
-                f"run folder {folder} is in use by another tba launch; wait for it or choose another run.folder"
-            ) from None
+    with alone_in(folder, stream) as lock:
         _clear(folder)
         try:
-            yield
+            yield lock
         finally:
             _clear(folder)
 

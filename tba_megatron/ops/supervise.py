@@ -34,11 +34,16 @@ Team = Callable[[], Sequence[Role]]
 
 
 class Supervisor:
-    """Runs one team after another, each with its searchers. The children belong to it alone and die with it."""
+    """Runs one team after another, each with its searchers. The children belong to it alone and die with it.
 
-    def __init__(self, environment: Mapping[str, str], stream: TextIO, policy: LaunchConfig) -> None:
+    ``inherited`` are file descriptors that each of them holds too.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str], stream: TextIO, policy: LaunchConfig, inherited: Sequence[int] = ()
+    ) -> None:
         self._stream, self._policy = stream, policy
-        self._children = Children(environment)
+        self._children = Children(environment, inherited)
         self._team_restarts = Restarts(policy.trainer_restarts, policy.window_s)
         self._restarts = Restarts(policy.searcher_restarts, policy.window_s)
         self._arrived: list[int] = []  # signals that nobody has looked at yet

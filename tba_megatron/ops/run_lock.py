@@ -1,0 +1,59 @@
+"""One launch at a time in a run folder, and none while roles of a launch that was killed still save."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from tba_megatron.errors import RunFolderError
+
+ORPHANS_S = 90.0  # how long a launch waits for the roles of one that was killed; they save and leave by themselves
+_POLL_S = 0.2
+
+
+@contextmanager
+def alone_in(folder: Path, stream: TextIO) -> Iterator[int]:
+    """Hold the run folder; the descriptor of its lock, which every role inherits: while one lives it is held.
+
+    RunFolderError when another launch holds it.
+    """
+    with (folder / ".lock").open("a+") as lock:
+        _acquire(lock, folder, stream)
+        lock.truncate(0)
+        lock.write(f"{socket.gethostname()} {os.getpid()}\n")
+        lock.flush()
+        yield lock.fileno()
+
+
+def _acquire(lock: TextIO, folder: Path, stream: TextIO) -> None:
+    deadline_s, told = time.monotonic() + ORPHANS_S, False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not _holder_was_killed(lock) or time.monotonic() > deadline_s:
+                raise RunFolderError(
+                    f"run folder {folder} is in use by another tba launch; wait for it or choose another run.folder"
+                ) from None
+        if not told:
+            told = True
+            print(
+                f"a launch in {folder} was killed; waiting until its roles have saved and left", file=stream, flush=True
+            )
+        time.sleep(_POLL_S)
+
+
+def _holder_was_killed(lock: TextIO) -> bool:
+    """Whether the launch that wrote into the lock is gone, so that only its roles can hold it."""
+    lock.seek(0)
+    host, _, pid = lock.read().strip().partition(" ")
+    return host == socket.gethostname() and pid.isdigit() and not psutil.pid_exists(int(pid))
