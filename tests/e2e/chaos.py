@@ -27,7 +27,6 @@ import psutil
 from chaos_role import VARIABLE, Chaos
 from launching import (
     FAKE,
-    LIMIT_S,
     QUICKSTART,
     ROOT,
     environment,
@@ -44,6 +43,7 @@ from tba_megatron.transport.sockets import new_secret, sockets_folder
 
 MARK = "TBA_TEST_RUN"
 LOOK_S = 1.0
+LIMIT_S = 240.0  # a bound on a hang, never a measure: pytest itself gives up after 900 s
 ROLE = str(Path(__file__).with_name("chaos_role.py"))
 
 # Small steps, and what is silent is noticed soon.
@@ -221,15 +221,12 @@ class ChaosRun:
         path = self.folder / "attempts.json"
         return len(json.loads(path.read_text())) - 1 if path.exists() else -1
 
+    def has_joined(self, searcher: Role, times: int = 1) -> bool:
+        """Whether trainers have said so often that this incarnation joined them."""
+        return len(re.findall(rf"searcher \S+-{searcher.pid}-\S+ joined", self.trainer_text())) >= times
+
     def until_joined(self, searcher: Role, *alive: Role, times: int = 1) -> None:
-        """Until trainers have said so often that this incarnation joined them."""
-        pattern = re.compile(rf"searcher \S+-{searcher.pid}-\S+ joined")
-        self.until(
-            lambda: len(pattern.findall(self.trainer_text())) >= times,
-            f"{searcher.name} joined {times} times",
-            searcher,
-            *alive,
-        )
+        self.until(lambda: self.has_joined(searcher, times), f"{searcher.name} joined {times} times", searcher, *alive)
 
     def trainer_text(self) -> str:
         """What all attempts of the trainer have logged."""

@@ -1,7 +1,6 @@
 """Every run ends by itself, and well: few steps, few prompts, data that ends, several at once."""
 
 import json
-from collections import Counter
 
 import pytest
 from chaos import FAST_FAKE, chaos_run, start_model
@@ -66,13 +65,14 @@ def test_three_prompts_last_for_a_hundred_steps(tmp_path, start):
 
 
 def assert_visited(run, epochs):
-    """Every prompt of the task was visited at least ``epochs`` times."""
-    copies: Counter[str] = Counter()
-    for row in rollouts_of(run.folder):
-        copies[row["prompt_id"]] += int(row["copies"])
+    """Every prompt of the task was visited at least ``epochs`` times: no position of them is open."""
+    prompts = train_prompts(run)
+    _, checkpoint = checkpoints(run.folder / "checkpoints")[-1]
+    state = read_run_state(checkpoint)
+    assert (state.next_position, state.unfinished_prompts) == (epochs * len(prompts), [])
     per_visit = 4  # search.completions_per_prompt
-    assert set(copies) == train_prompts(run)
-    assert min(copies.values()) >= epochs * per_visit, copies
+    assert sum(state.generated.values()) >= epochs * len(prompts) * per_visit
+    assert {row["prompt_id"] for row in rollouts_of(run.folder)} == prompts
 
 
 def train_prompts(run):

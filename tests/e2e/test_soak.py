@@ -9,9 +9,9 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from chaos import ChaosRun, Role, chaos_run, start_model
 from launching import ledger_gap
@@ -40,7 +40,7 @@ SETTINGS = (
 
 @dataclass
 class Memory:
-    """Of one process: (seconds since the beginning, step, MB that are its own share)."""
+    """Of one process: (seconds since the beginning, step, MB of its own: see ``_own_mb``)."""
 
     name: str
     samples: list[tuple[float, int, float]] = field(default_factory=list)
@@ -75,37 +75,56 @@ class Soak:
 
     def __init__(self, run: ChaosRun, stays: tuple[Role, ...]) -> None:
         self._run, self._stays = run, stays
-        self._began_s = self._changed_s = time.monotonic()
+        self._began_s = time.monotonic()
         self._guest: Role | None = None
+        self._joined_s: float | None = None  # the guest
         self.visits = 0
         self.memory: dict[int, Memory] = {}
 
     def go_on(self, seconds: float) -> None:
         while (now_s := time.monotonic()) - self._began_s < seconds:
-            if now_s - self._changed_s > VISIT_S or self._guest is None:
-                self._next_guest()
+            self._host(now_s)
             self._sample(now_s - self._began_s)
             next_s = now_s + SAMPLE_S
             self._run.until(lambda next_s=next_s: time.monotonic() >= next_s, "time passes", *self._stays)
-
-    def _next_guest(self) -> None:
-        """The guest goes, each second one without a word, and another comes."""
         if self._guest is not None:
+            self._run.until_joined(self._guest, *self._stays)  # one that still starts could not leave well
+
+    def _host(self, now_s: float) -> None:
+        """A guest that was here for long enough goes, each second one without a word, and another comes."""
+        if self._guest is not None:
+            if self._joined_s is None and self._run.has_joined(self._guest):
+                self._joined_s = now_s
+            if self._joined_s is None or now_s - self._joined_s < VISIT_S:
+                return
             self._guest.send_signal(signal.SIGKILL if self.visits % 2 else signal.SIGTERM)
             assert self._guest.wait() == (-signal.SIGKILL if self.visits % 2 else 0), self._run.told()
         self._guest = self._run.search()
         self.visits += 1
-        self._changed_s = time.monotonic()
+        self._joined_s = None
 
     def _sample(self, at_s: float) -> None:
         names = {role.pid: role.name for role in self._run.roles}
         for pid in self._run.processes():
-            try:
-                megabytes = psutil.Process(pid).memory_full_info().pss / 1e6
-            except psutil.Error:
-                continue
-            memory = self.memory.setdefault(pid, Memory(names.get(pid, f"child {pid}")))
-            memory.samples.append((at_s, self._run.step, megabytes))
+            megabytes = _own_mb(pid)
+            if megabytes is not None:
+                memory = self.memory.setdefault(pid, Memory(names.get(pid, f"child {pid}")))
+                memory.samples.append((at_s, self._run.step, megabytes))
+
+
+def _own_mb(pid: int) -> float | None:
+    """Resident memory that no file backs; None when the process has ended.
+
+    The proportional share (PSS) would jump whenever another searcher comes or goes, with whom the pages of libraries
+    are shared, and fall by half while a fork writes a checkpoint.
+    """
+    try:
+        words = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except OSError:
+        return None
+    if "RssAnon" not in words:
+        return None  # a zombie
+    return sum(int(words[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024 / 1e6
 
 
 def test_no_process_grows_while_searchers_come_and_go(tmp_path, capsys):

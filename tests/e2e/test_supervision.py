@@ -119,7 +119,8 @@ def test_an_engine_that_cannot_be_built_ends_the_run_with_exit_code_2(tmp_path):
     """No restart helps: the configuration asks for a teacher that is not there."""
     missing = tmp_path / "teacher"
     sources = f"search.sources={{teacher: {{policy: {{kind: fixed, path: {missing}}}}}}}"
-    done = tba("launch", tmp_path, *SETTINGS, "trainer.steps=100000", sources)
+    mixed = "buffer.sampler.recent_probability=0.5"
+    done = tba("launch", tmp_path, *SETTINGS, "trainer.steps=100000", sources, mixed)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "search-teacher-0 ended with exit code 2" in done.stderr
     assert str(missing) in done.stderr

@@ -40,7 +40,10 @@ def config_of(source: str = "searcher", *overrides: str) -> Config:
 teacher: {{policy: {{kind: fixed, path: {TINY}}}}}}}"
     return load_config(
         ROOT / "configs" / "quickstart.yaml",
-        [f"search.sources={sources}", f"search.source={source}", "search.temperature=0.7", *overrides],
+        [
+            *(f"search.sources={sources}", f"search.source={source}", "search.temperature=0.7"),
+            *("buffer.sampler.recent_probability=0.5", *overrides),
+        ],
     )
 
 
