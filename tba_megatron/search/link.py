@@ -47,6 +47,7 @@ class TrainerLink:
         self._ever_joined = False
         self._has_ended = False  # the trainer said so: its words are of no interest any more
         self._looked_s = self._heard_s = clock()
+        self._trouble = ""  # why it could not look for another trainer
         self._say_hello()
 
     @property
@@ -96,7 +97,7 @@ class TrainerLink:
         now_s = self._clock()
         if now_s - self._looked_s >= self._settings.heartbeat_s:
             self._looked_s = now_s
-            found = self._find()
+            found = self._look()
             if found is not None and (found.token, found.address) != (self._rendezvous.token, self._rendezvous.address):
                 _log.info("attempt %d of the run is at %s; joining it", found.attempt, found.address)
                 self._channel.close(linger_s=0.0)
@@ -122,12 +123,23 @@ class TrainerLink:
     def close(self, linger_s: float = 2.0) -> None:
         self._channel.close(linger_s)
 
+    def _look(self) -> Rendezvous | None:
+        """A file that cannot be read for the moment ends nothing while there is a trainer."""
+        try:
+            found, self._trouble = self._find(), ""
+        except TransportError as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                _log.warning("cannot look for another trainer: %s", error)
+            return None
+        return found
+
     def _say_hello(self) -> None:
         self._state, self._asked_s = LinkState.ASKING, self._clock()
         self._channel.send(msgspec.structs.replace(self._hello(), token=self._rendezvous.token))
 
     def _refused(self, message: Refused) -> None:
-        found = self._find()
+        found = self._look()
         is_current = found is not None and found.token == self._rendezvous.token
         if is_current and not self._ever_joined:
             raise TransportError(f"the trainer refused this searcher: {message.reason}")

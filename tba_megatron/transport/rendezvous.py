@@ -34,11 +34,13 @@ def write_rendezvous(folder: Path, rendezvous: Rendezvous) -> None:
 
 
 def read_rendezvous(folder: Path) -> Rendezvous | None:
-    """None while there is no trainer."""
+    """None while there is no trainer; TransportError when the file cannot be read."""
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=Rendezvous)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise TransportError(f"{folder / FILE} cannot be read ({error.strerror})") from None
     except msgspec.DecodeError as error:
         raise TransportError(f"{folder / FILE} is damaged ({error}); remove it and restart the trainer") from None
 

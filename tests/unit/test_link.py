@@ -50,15 +50,21 @@ class Side:
         self.now_s = 0.0
         self.channels: dict[str, Channel] = {}
         self.place: Rendezvous | None = place(0)
+        self.trouble = False
         settings = TransportConfig(lease_s=LEASE_S, patience_s=PATIENCE_S, heartbeat_s=HEARTBEAT_S)
         self.link = TrainerLink(
             settings,
             place(0),
-            find=lambda: self.place,
+            find=self.find,
             dial=self.dial,
             hello=lambda: Hello(token="", searcher="me", host="h", workers=1, version="0.0"),
             clock=lambda: self.now_s,
         )
+
+    def find(self) -> Rendezvous | None:
+        if self.trouble:
+            raise TransportError("stale")
+        return self.place
 
     def dial(self, found: Rendezvous) -> Channel:
         return self.channels.setdefault(found.address, Channel())
@@ -107,6 +113,17 @@ def test_a_rendezvous_file_that_is_gone_ends_nothing():
     side.place = None
     assert side.wait(HEARTBEAT_S)
     assert side.link.joined
+
+
+def test_a_rendezvous_file_that_cannot_be_read_is_told_once_and_ends_nothing(caplog):
+    side = Side().joined()
+    side.trouble = True
+    for _ in range(3):
+        assert side.wait(HEARTBEAT_S)
+    assert caplog.text.count("cannot look for another trainer: stale") == 1
+    side.trouble, side.place = False, place(1)
+    assert side.wait(HEARTBEAT_S)
+    assert side.tell(WELCOME, to="address-1") == [WELCOME]
 
 
 def test_a_trainer_that_is_silent_is_waited_for_and_may_speak_again():
