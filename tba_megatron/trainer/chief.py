@@ -84,9 +84,7 @@ class Chief:
             return self._plan(Action.STOP, step, save=self._saved_step != step, exit_code=NO_SEARCHER)
         if self._evaluations.lacks_first(step):
             self._evaluations.ask_first(self._version(0), self._control.reachable())
-        if self._lockstep and not self._lockstep.may_train(
-            self._version(step), self._control.reachable(), self._books.visits
-        ):
+        if self._lockstep and not self._has_turn(self._lockstep, step):
             return self._wait(step)
         # A log may hold enough before the first searcher has come, and only it can measure where the run begins.
         enough = self._enough(reports, step)
@@ -125,6 +123,11 @@ class Chief:
             exit_code=exit_code,
             complete=complete,
         )
+
+    def _has_turn(self, lockstep: LockStep, step: int) -> bool:
+        members, visits = self._control.reachable(), self._books.visits
+        # The last turn of data that ends may bring less than a step's prompts.
+        return self._control.data_ended() or lockstep.may_train(self._version(step), members, visits)
 
     def _saves(self, step: int) -> bool:
         every = self._config.trainer.save_every_steps

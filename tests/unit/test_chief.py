@@ -489,6 +489,17 @@ def test_data_that_have_ended_end_the_run_once_no_step_can_be_filled(tmp_path):
     assert desk.control.stopped == [True]
 
 
+def test_in_lock_step_the_last_turn_may_bring_less_than_a_step_needs(tmp_path):
+    desk = Desk(tmp_path, "weights.mode=sync", "buffer.max_reuse=1")
+    desk.control.change("a", version=PolicyVersion(0, 1))
+    desk.decide(1)
+    assert desk.decide(1, arrived={0: ENOUGH - 1}).action is Action.WAIT
+    desk.control.ended = True
+    assert desk.decide(1, ENOUGH - 1).action is Action.TRAIN  # repeated prompts make it whole
+    desk.decide(2, 0)
+    assert desk.chief.result(2).data_ended
+
+
 def test_what_an_earlier_attempt_wanted_to_know_is_no_accuracy_of_this_one(tmp_path):
     desk = Desk(tmp_path, "evaluation.problems=10", state=run_state(2, (0, 2), accuracy_before=0.1))
     desk.evaluated("0.4", 0.9)
