@@ -19,10 +19,11 @@ from tba_megatron.cli.common import start_logging
 from tba_megatron.config import Config
 from tba_megatron.config_search import AddressRendezvous, VllmEngineConfig
 from tba_megatron.dist import keep_freed_memory, prepare_searcher_environment
-from tba_megatron.errors import EngineError, TransportError
+from tba_megatron.errors import ConfigError, EngineError, TaskError, TransportError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.engine import SearchEngine
 from tba_megatron.search.source import check_same_tokenizer, fixed_model
+from tba_megatron.tasks.base import Task
 from tba_megatron.tasks.registry import make_task
 from tba_megatron.transport.rendezvous import HELD, MARKER, Rendezvous, read_rendezvous
 from tba_megatron.transport.sockets import read_secret
@@ -53,6 +54,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
         task = make_task(config.task, tokenizer, config.run.seed, config.model.max_length)
         if task.dropped_prompts:
             _log.warning("%d prompts are longer than model.max_length and are left out", task.dropped_prompts)
+        _check_problems(task, config.evaluation.problems)
         model = fixed_model(config)
         if model is not None:
             check_same_tokenizer(weights, model)
@@ -78,6 +80,14 @@ def run(config: Config, args: argparse.Namespace) -> int:
         # that has ended is started again.
         print(error, file=sys.stderr, flush=True)
         os._exit(error.exit_code)
+
+
+def _check_problems(task: Task, problems: int) -> None:
+    """ConfigError when there are fewer held-out problems: an evaluation would find out in the midst of a run."""
+    try:
+        task.held_out_prompts(problems)
+    except TaskError as error:
+        raise ConfigError([f"evaluation.problems: {error}"]) from None
 
 
 def make_engine(config: Config, model: Path, version: PolicyVersion, seed: int) -> SearchEngine:

@@ -82,18 +82,18 @@ class Chief:
             return self._finishing(step)
         if self._nobody_comes(step):
             return self._plan(Action.STOP, step, save=self._saved_step != step, exit_code=NO_SEARCHER)
-        if self._evaluations.lacks_first(step):
+        unmeasured = self._evaluations.lacks_first(step) and self._can_be_measured()
+        if unmeasured:
             self._evaluations.ask_first(self._version(0), self._control.reachable())
         if self._lockstep and not self._has_turn(self._lockstep, step):
             return self._wait(step)
-        # A log may hold enough before the first searcher has come, and only it can measure where the run begins.
         enough = self._enough(reports, step)
-        if not enough and self._control.data_ended():
+        if not enough and not unmeasured and self._control.data_ended():
             self._data_ended = True
             return self._finishing(step)
         if self._lockstep and not enough:
             self._lockstep.extend(self._books.visits)
-        if not enough or (self._evaluations.lacks_first(step) and not self._evaluations.asked):
+        if not enough or unmeasured:  # once searchers run a later version, nobody can measure the first
             return self._wait(step)
         self._books.stop_waiting()
         self._visits_before_step = self._books.visits
@@ -123,6 +123,11 @@ class Chief:
             exit_code=exit_code,
             complete=complete,
         )
+
+    def _can_be_measured(self) -> bool:
+        """A log may hold enough to train on before the first searcher has come, and only one that takes weights can."""
+        members = self._control.members()
+        return not members or any(member.takes_every for member in members)
 
     def _has_turn(self, lockstep: LockStep, step: int) -> bool:
         members, visits = self._control.reachable(), self._books.visits

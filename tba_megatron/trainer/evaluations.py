@@ -20,10 +20,6 @@ class Evaluations:
         self._final: PolicyVersion | None = None
 
     @property
-    def asked(self) -> bool:
-        return bool(self._asked)
-
-    @property
     def measured(self) -> bool:
         """The last policy is, or nobody wants it to be."""
         return self.after is not None or not self._problems

@@ -157,6 +157,9 @@ def test_no_process_grows_while_searchers_come_and_go(tmp_path, capsys):
     assert (ledger_gap(result), result["rollouts_in_flight"]) == (0, 0), result
     slopes = {memory.name: slope for memory in soak.memory.values() if (slope := memory.slope()) is not None}
     assert {trainer.name, searcher.name} <= slopes.keys(), "too few samples"
-    # Beyond what the noise of the samples explains: a step's arrays come and go, a checkpoint is written now and then.
-    too_steep = {name: slope for name, slope in slopes.items() if slope[0] - 3 * slope[1] >= MOST_MB_PER_100_STEPS}
-    assert not too_steep or MINUTES < LEAST_MINUTES, too_steep
+    if MINUTES < LEAST_MINUTES:
+        pytest.skip(f"{MINUTES:g} minutes are too short to judge: caches still fill")
+    # Guests leave before their engines have touched all of their memory.
+    too_steep = {role.name: slopes[role.name] for role in (trainer, searcher)}
+    too_steep = {name: slope for name, slope in too_steep.items() if slope[0] >= MOST_MB_PER_100_STEPS}
+    assert not too_steep, too_steep

@@ -388,8 +388,16 @@ def test_a_run_whose_log_holds_enough_is_measured_before_it_goes_on(tmp_path):
     desk.control.fleet, joined = [], [replace(desk.control.fleet[0], version=PolicyVersion(1, 0))]
     assert desk.decide().action is Action.WAIT
     desk.control.fleet = joined
-    assert desk.decide().action is Action.TRAIN
+    assert desk.decide().action is Action.WAIT  # with a later version, nobody could answer
     assert desk.asked() == [("a", "1.0")]
+    desk.evaluated("1.0", 0.25)
+    assert desk.decide().action is Action.TRAIN
+
+
+def test_where_no_searcher_takes_weights_nothing_is_measured(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10")
+    desk.control.change("a", takes_every=0, version=PolicyVersion(0, 0).as_foreign())
+    assert desk.decide().action is Action.TRAIN
 
 
 def test_the_first_policy_is_measured_once_by_one_searcher(tmp_path):
