@@ -30,7 +30,10 @@ def alone_in(folder: Path, stream: TextIO) -> Iterator[int]:
         lock.truncate(0)
         lock.write(f"{socket.gethostname()} {os.getpid()}\n")
         lock.flush()
-        yield lock.fileno()
+        try:
+            yield lock.fileno()
+        finally:
+            lock.truncate(0)  # only one that was killed leaves its name
 
 
 def _acquire(lock: TextIO, folder: Path, stream: TextIO) -> None:

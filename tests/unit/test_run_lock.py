@@ -60,7 +60,8 @@ def test_a_launch_waits_for_the_roles_of_one_that_was_killed_and_is_refused_whil
         other.stdout.close()
 
 
-def test_a_folder_is_free_after_its_launch_and_names_the_last_one(tmp_path):
+def test_a_folder_is_free_after_its_launch_and_as_it_was(tmp_path):
     for _ in range(2):
         with alone_in(tmp_path, io.StringIO()):
             assert (tmp_path / ".lock").read_text().split()[1] == str(os.getpid())
+        assert (tmp_path / ".lock").read_bytes() == b""
