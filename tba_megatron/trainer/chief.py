@@ -287,7 +287,8 @@ class Chief:
         self._books.report(step, done, drawn, seconds, self._probes.metrics())
 
     def result(self, step: int) -> RunResult:
-        """The run in numbers, for ``result.json`` and the summary."""
+        """The run in numbers at its end, for ``result.json`` and the summary."""
+        self._desk.settle()  # a searcher may have measured the last version before its delivery was counted
         return self._books.result(
             step,
             stopped_by=self._stopped_by,

@@ -168,6 +168,11 @@ class PublishDesk:
         self._coordinator.begin(plan, version)
         return plan
 
+    def settle(self) -> None:
+        """Wait for what is on its way, and count it: nothing more will be planned."""
+        self._coordinator.wait()
+        self._absorb((), time.monotonic())
+
     def _strike(self, searcher: str, now_s: float, *, silent: bool = False, round_: int = -1) -> None:
         before = self._strikes.get(searcher)
         self._strikes[searcher] = _Strikes(

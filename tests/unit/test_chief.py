@@ -132,13 +132,17 @@ class Control:
 
 
 class PublishDesk:
-    published, failed, refused = 2, 1, None
+    published, failed, refused, on_its_way = 2, 1, None, 0
 
     def __init__(self) -> None:
         self.asked: list[PolicyVersion] = []
 
     def metrics(self):
         return {"weights/published_total": self.published}
+
+    def settle(self):
+        self.published += self.on_its_way
+        self.on_its_way = 0
 
     def plan(self, members, version, *, sending, everybody):
         self.asked.append(version)
@@ -435,6 +439,13 @@ def test_the_end_publishes_measures_once_and_stops(tmp_path):
     assert (plan.action, plan.save) == (Action.STOP, True)
     result = desk.chief.result(4)
     assert result.complete and result.accuracy_after == 0.75
+
+
+def test_a_version_that_was_measured_before_its_delivery_was_counted_is_counted(tmp_path):
+    desk = Desk(tmp_path)
+    desk.decide(4)
+    desk.publishing.on_its_way = 1
+    assert desk.chief.result(4).weight_versions == 3
 
 
 def test_the_end_without_evaluation_is_at_once(tmp_path):
