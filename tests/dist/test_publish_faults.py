@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def stopping_search(model: Path, folder: Path, version: str) -> None:
             on_bucket(bucket)
             if manifest.version == version and bucket == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
+                threading.Event().wait()  # the signal may stop another thread first, and this one some buckets later
 
         receive(group, manifest, staging, reach)
 
