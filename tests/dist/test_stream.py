@@ -25,7 +25,7 @@ LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, {"
 BUCKET = 20_000  # a layer of the tiny models has 32 kB, its largest rule 12 kB
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=12), bucket_bytes=st.integers(1, 60)
 )

@@ -19,7 +19,7 @@ lives = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lives)
 def test_rows_stay_what_they_were_while_others_come_and_go(life):
     arena, held, n_put = Arena(np.int32), {}, 0

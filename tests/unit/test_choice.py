@@ -18,14 +18,14 @@ def offer_of(pairs: list[tuple[int, int]]) -> Offer:
     return Offer(first=np.array([first for first, _ in pairs], np.int64), tie=ties, key=ties)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(pairs=PAIRS, n=st.integers(0, 32))
 def test_the_first_n_are_those_of_a_full_sort(pairs: list[tuple[int, int]], n: int):
     offer = offer_of(pairs)
     assert [pairs[i] for i in first_n(n, offer.first, offer.tie)] == sorted(pairs)[:n]
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(pairs=PAIRS, owners=st.lists(SMALL, min_size=30, max_size=30), n=st.integers(0, 32))
 def test_merged_offers_are_those_of_one_shard_and_tell_whose_they_are(
     pairs: list[tuple[int, int]], owners: list[int], n: int

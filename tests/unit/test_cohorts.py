@@ -164,7 +164,7 @@ EVENTS = st.lists(
 TAKES_EVERY = (1, 1, 3, 0)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(events=EVENTS, size=st.integers(1, 3), replicas=st.integers(1, 2), everybody=st.booleans())
 def test_whatever_happens_a_version_reaches_all_who_take_it_once_and_nobody_else(events, size, replicas, everybody):
     """A cohort that stands gets what is new enough for it; a group that is formed anew gets every version."""

@@ -155,7 +155,7 @@ def apply(network: Network, operation: str, number: int, n_bytes: int) -> None:
             network.outbound[name].heard(what, network.now_s)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(operations=st.lists(OPERATIONS | RESTART | RECONNECT, max_size=80))
 def test_whatever_the_network_did_all_is_delivered_once_in_order_when_it_behaves(operations):
     network = Network(2, window_bytes=64)
@@ -169,7 +169,7 @@ def test_whatever_the_network_did_all_is_delivered_once_in_order_when_it_behaves
         assert outbound.may_send, "it has no credit, though all was taken in"
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(operations=st.lists(OPERATIONS | LOSS | RECONNECT, max_size=80))
 def test_a_log_that_was_lost_costs_only_what_was_acknowledged_and_nothing_comes_twice(operations):
     network = Network(2, window_bytes=64)
@@ -191,7 +191,7 @@ def test_a_log_that_was_lost_costs_only_what_was_acknowledged_and_nothing_comes_
     assert network.inbound.forgotten == missing
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(operations=st.lists(OPERATIONS, max_size=80), window_bytes=st.integers(1, 100))
 def test_no_more_waits_than_the_window_and_a_message_a_sender(operations, window_bytes):
     network = Network(2, window_bytes)

@@ -15,7 +15,7 @@ TOKENS = st.integers(1, 8).flatmap(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TOKENS)
 def test_every_replica_gets_equally_many_groups_and_balanced_tokens(case):
     n, tokens_G = case

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tba_megatron.transport.fleet import Fleet, FleetSettings
@@ -77,7 +77,6 @@ def test_a_number_is_fresh_once(numbers):
     assert set(recent) <= set(fresh)
 
 
-@settings(deadline=None)
 @given(data=st.data(), n=st.integers(1, 12))
 def test_copies_and_another_order_of_what_was_said_change_nothing(data, n):
     said: list[FromSearcher] = [

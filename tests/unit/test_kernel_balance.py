@@ -17,7 +17,7 @@ from tba_megatron.kernels.balance import BalanceOut, balance, coefficients, segm
 from tba_megatron.kernels.reference import balance_reference
 
 SEEDS = given(st.integers(0, 10_000))
-FEW = settings(deadline=None, max_examples=40)
+FEW = settings(max_examples=40)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from tba_megatron.models.layouts import Gated, Layout, Qkv, Replicated, Split, S
 from tba_megatron.models.rotary import Rotary
 
 SIZES = [1, 2, 4]
-SETTINGS = settings(max_examples=25, deadline=None)
+SETTINGS = settings(max_examples=25)
 
 
 def cut(layout: Layout, tensors, size: int):

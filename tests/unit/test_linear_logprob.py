@@ -121,7 +121,7 @@ def test_temperature_is_a_number_or_one_a_token(temperature):
     seed=st.integers(0, 2**20),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_shape_chunk_and_padding(n_tokens, width, n_rows, chunk, temperature, seed, data):
     hidden, weight, labels = problem(n_tokens, width, n_rows, seed=seed)
     valid = data.draw(st.integers(max(1, int(labels.max()) + 1 if n_tokens else 1), n_rows))

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tba_megatron.errors import WeightTransferError
@@ -37,7 +37,6 @@ def tensor(shape, dtype=torch.float32) -> torch.Tensor:
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-@settings(deadline=None)
 @given(
     tensors=st.lists(st.builds(tensor, shapes, st.sampled_from(DTYPES)), min_size=1, max_size=8),
     bucket_bytes=st.integers(1, 200),
@@ -57,7 +56,6 @@ def test_what_was_packed_is_unpacked(tensors, bucket_bytes):
     assert {b.owner for b in manifest.buckets} == {1}
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12), bucket_bytes=st.integers(1, 100))
 def test_a_bucket_exceeds_its_size_only_for_a_tensor_that_does(sizes, bucket_bytes):
     manifest, _ = build_buckets(V3, [(f"t{i}", tensor((n,))) for i, n in enumerate(sizes)], bucket_bytes, owner=0)

@@ -11,7 +11,7 @@ def flat_of(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([x for one in lists for x in one], np.int64), np.array([len(one) for one in lists], np.int64)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(LISTS, st.randoms(use_true_random=False))
 def test_a_flat_array_and_lengths_are_lists(lists: list[list[int]], random):
     flat, lengths = flat_of(lists)
@@ -25,7 +25,7 @@ def test_a_flat_array_and_lengths_are_lists(lists: list[list[int]], random):
     assert take(flat, lengths, np.array(some, np.int64)).tolist() == [x for i in some for x in lists[i]]
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(LISTS)
 def test_what_is_kept_of_lists_are_shorter_lists(lists: list[list[int]]):
     flat, lengths = flat_of(lists)

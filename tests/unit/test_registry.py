@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tba_megatron.transport.registry import Member, PromptLeases, Registry, State
@@ -23,7 +23,6 @@ def positions(granted: tuple[int, int, int] | None) -> range:
     return range(start, start + count)
 
 
-@settings(deadline=None)
 @given(
     moves=st.lists(st.tuples(st.sampled_from(["grant", "arrive", "lose"]), st.integers(0, 2), st.integers(1, 5))),
     start=st.integers(0, 10),

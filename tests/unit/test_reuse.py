@@ -56,7 +56,7 @@ POOLS = st.lists(
 
 @pytest.mark.parametrize("max_reuse", [1, 2])
 @every_sampler
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(used=POOLS, others=POOLS, n_prompts=st.integers(1, 6), k=st.integers(1, 5), seed=st.integers(0, 2**70))
 def test_a_draw_is_that_of_a_shard_that_never_had_what_is_used_up(
     sampler: Sampler, max_reuse: int, used, others, n_prompts: int, k: int, seed: int

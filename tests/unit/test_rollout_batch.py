@@ -89,7 +89,6 @@ def assert_same_columns(got: RolloutBatch, sent: RolloutBatch) -> None:
         assert getattr(got, name).shape == getattr(sent, name).shape, name
 
 
-@settings(deadline=None)
 @given(groups)
 def test_groups_come_back_as_they_were(given_groups):
     batch = RolloutBatch.of_groups(given_groups)
@@ -98,7 +97,6 @@ def test_groups_come_back_as_they_were(given_groups):
     assert_same_groups(batch.groups(), given_groups)
 
 
-@settings(deadline=None)
 @given(train_groups)
 def test_train_groups_come_back_with_their_copies(given_groups):
     batch = RolloutBatch.of_train_groups(given_groups)
@@ -106,7 +104,6 @@ def test_train_groups_come_back_with_their_copies(given_groups):
     assert_same_groups(batch.train_groups(), given_groups)
 
 
-@settings(deadline=None)
 @given(groups)
 def test_a_name_is_held_once(given_groups):
     batch = RolloutBatch.of_groups(given_groups)
@@ -120,7 +117,6 @@ def test_a_log_prob_that_is_no_number_and_has_no_version_is_none():
     assert (group.rollouts[0].reference_logprob, group.rollouts[0].reference_version) == (None, None)
 
 
-@settings(deadline=None)
 @given(train_groups.filter(len), st.data())
 def test_selected_groups_are_those_in_their_order_as_copies(given_groups, data):
     indices = data.draw(st.lists(st.integers(0, len(given_groups) - 1), max_size=5))
@@ -144,7 +140,6 @@ def test_a_selection_keeps_the_leases():
 # Bytes
 
 
-@settings(deadline=None)
 @given(groups)
 @example([])
 @example([RolloutGroup(prompt_id="", prompt_token_ids=np.zeros(0, np.int32), rollouts=())])
@@ -201,7 +196,7 @@ def test_bytes_that_end_early_or_late_are_refused():
             decode(GOOD + bytes(more))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(groups, st.floats(0, 1, exclude_max=True))
 def test_any_batch_that_is_cut_is_refused(given_groups, part):
     data = encode(RolloutBatch.of_groups(given_groups))
@@ -324,7 +319,7 @@ def test_a_head_that_is_longer_than_the_bytes_is_refused(size):
         decode(size.to_bytes(8, "little") + GOOD[8:])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.integers(0, len(GOOD) - 1), st.integers(1, 255), st.binary(max_size=40))
 def test_damage_is_refused_or_gives_columns_that_fit_each_other(place, change, noise):
     flipped = GOOD[:place] + bytes([GOOD[place] ^ change]) + GOOD[place + 1 :]

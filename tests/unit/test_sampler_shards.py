@@ -57,7 +57,7 @@ def steps_of(sampler: Sampler, shards: list[ReplayShard], n_prompts: int, k: int
 
 
 @every_sampler
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     messages=MESSAGES,
     two=st.lists(st.integers(0, 1), min_size=10, max_size=10),
@@ -87,7 +87,7 @@ def in_any_order(draw: Draw) -> list[Group]:
 
 
 @every_sampler
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(messages=MESSAGES, order=st.randoms(use_true_random=False), seed=st.integers(0, 1000))
 def test_the_order_of_rows_and_prompts_does_not_matter(sampler: Sampler, messages: list[Message], order, seed: int):
     messages = [(prompt, step, list(dict(rollouts).items())) for prompt, step, rollouts in messages]

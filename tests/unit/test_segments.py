@@ -610,7 +610,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(actions=ACTIONS, segment_bytes=st.sampled_from([1, 100, 200, LARGE]))
 def test_any_history_of_appends_reopenings_and_torn_tails_equals_a_list(tmp_path_factory, actions, segment_bytes):
     folder = tmp_path_factory.mktemp("log")

@@ -42,7 +42,7 @@ NASTY = [
 ]  # fmt: skip
 FRAGMENTS = [*NASTY, "answer", "the", " the", "<|im_end|>", "<tool>", "[PAD]"]
 TEXTS = st.text(max_size=12) | st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=6).map("".join)
-repeatable = settings(derandomize=True, deadline=None, max_examples=200)
+repeatable = settings(derandomize=True, max_examples=200)
 
 
 def train(**options) -> bytes:

@@ -155,7 +155,7 @@ def contents_of(shard: ReplayShard) -> list[Any]:
 # Lives
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(odd_rollouts() | some_rollouts(RolloutFactory()), max_size=6), st.booleans(), st.integers(0, 2))
 def test_the_laws_of_validity_are_those_of_one_rollout(rollouts, drop_truncated, vocab_size):
     batch = as_batch(as_group("p", rollouts))
@@ -196,7 +196,7 @@ def live_alike(
     assert sum(counts.invalid_reasons.values()) == counts.invalid
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(small_twins, lives())
 def test_a_shard_lives_like_its_list(twins, life):
     live_alike(twins, life)
@@ -237,7 +237,7 @@ def weak_hash(request, monkeypatch):
 
 
 def test_completions_are_told_apart_where_hashes_are_not(weak_hash):
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(small_twins, lives())
     def live(twins, life):
         live_alike(twins, life)
@@ -276,7 +276,7 @@ def from_log(twins: Twins) -> ReplayShard:
 
 @pytest.mark.parametrize("rebuild", [from_columns, from_log])
 def test_a_shard_that_is_saved_and_loaded_again_and_again_lives_like_its_list(rebuild):
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(small_twins, lives())
     def live(twins, life):
         live_alike(twins, life, rebuild)
@@ -352,7 +352,7 @@ def ledger_of(shards: Sequence[ReplayShard]) -> tuple[LedgerCounts, Counter[str]
 
 @pytest.mark.parametrize(("n_before", "n_after"), [(1, 2), (2, 1), (2, 4), (3, 2), (1, 1)])
 def test_a_run_lives_the_same_life_with_other_numbers_of_shards(n_before, n_after):
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(lives(), lives())
     def live(before, after):
         one, many, changed = born_apart(1), born_apart(n_after), born_apart(n_before)

@@ -217,7 +217,7 @@ def counted(batch: RolloutBatch) -> dict[str, SourceCounts]:
     return dict(counts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(batches())
 def test_what_comes_in_is_counted_by_source_as_one_rollout_after_another(batch):
     assert received_by_source(batch) == received_by_source(decode(encode(batch))) == counted(batch)

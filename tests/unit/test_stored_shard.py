@@ -54,7 +54,7 @@ small = {
 
 @pytest.mark.parametrize("logged", [True, False], ids=["log", "no log"])
 def test_a_shard_that_is_killed_again_and_again_lives_like_one_that_is_not(logged):
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(parts_of_a_life, st.fixed_dictionaries(small), st.sampled_from([1, 500, 1 << 20]))
     def live(life, limits, segment_bytes):
         with new_run(logged=logged, segment_bytes=segment_bytes, **limits) as run:
@@ -72,7 +72,7 @@ def test_a_shard_that_is_killed_again_and_again_lives_like_one_that_is_not(logge
 
 @pytest.mark.parametrize("logged", [True, False], ids=["log", "no log"])
 def test_any_number_of_shards_goes_on_with_what_another_number_held(logged):
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(st.lists(st.tuples(lives(), st.sampled_from([SAVE, NEWEST, OLDER, NONE]), st.integers(1, 4)), max_size=4))
     def live(life):
         with new_run(logged=logged, segment_bytes=700, **ROOMY, max_reuse=1) as run:

@@ -52,7 +52,7 @@ def test_a_batch_whose_head_is_nested_too_deeply_is_refused():
         decode(len(longer).to_bytes(8, "little") + longer + rest)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.binary(max_size=200), reader=st.sampled_from(sorted(READERS)))
 def test_random_bytes_are_read_or_refused(data, reader):
     with contextlib.suppress(ValueError):
