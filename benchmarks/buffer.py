@@ -21,7 +21,7 @@ from benchmarks import buffer_held, buffer_peers
 from benchmarks.buffer_peers import BARE, BATCHES, CACHE, TRANSFERQUEUE, interleaved, parts, say, use_cores
 from benchmarks.buffer_wire import Sizes
 from benchmarks.ranks import machine, prepare
-from tba_megatron.dist import keep_freed_memory
+from tba_megatron.heap import keep_freed_memory
 
 HELD = (10_000, 100_000, 1_000_000)
 IN_OFF, IN_ON, OUT = "in, segments off", "in, segments on", "out"

@@ -27,7 +27,7 @@ from tba_megatron.buffer.sampler import RewardRecency
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.buffer.stored_shard import StoredShard
 from tba_megatron.config_sections import RewardRecencySampler
-from tba_megatron.dist import keep_freed_memory
+from tba_megatron.heap import keep_freed_memory
 from tba_megatron.rollout_batch import RolloutBatch
 from tba_megatron.transport.rollout_sender import RolloutSender
 from tba_megatron.transport.rollouts import RolloutReceiver

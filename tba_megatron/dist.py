@@ -22,8 +22,6 @@ STORE_FILE = "TBA_STORE_FILE"  # set by ``tba launch``: ranks on one machine mee
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in bytes, and M_ARENA_MAX (malloc.h).
-_MALLOC_OPTIONS = ((-1, 128 << 20), (-3, 16 << 20), (-8, 2))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,14 +184,3 @@ def die_with_parent() -> bool:
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     return prctl is not None and prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
-
-
-def keep_freed_memory() -> bool:
-    """Blocks of up to 16 MiB that are freed stay with this process; whether its C library can be told so (glibc).
-
-    Messages of some MiB come and go for as long as a role lives. By default each is memory from the kernel, whose first
-    use is a page fault for every 4 KiB: on a virtual machine that costs several times what copying the message does.
-    What is kept lies in two arenas: each of the threads that come with a broadcast group would begin one of its own.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(mallopt(option, value) == 1 for option, value in _MALLOC_OPTIONS)

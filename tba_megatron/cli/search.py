@@ -18,8 +18,9 @@ from pathlib import Path
 from tba_megatron.cli.common import start_logging
 from tba_megatron.config import Config
 from tba_megatron.config_search import AddressRendezvous, VllmEngineConfig
-from tba_megatron.dist import keep_freed_memory, prepare_searcher_environment
+from tba_megatron.dist import prepare_searcher_environment
 from tba_megatron.errors import ConfigError, EngineError, TaskError, TransportError
+from tba_megatron.heap import keep_freed_memory
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.engine import SearchEngine
 from tba_megatron.search.source import check_same_tokenizer, fixed_model

@@ -8,7 +8,8 @@ from tba_megatron.cli.common import start_logging, trainer_groups
 from tba_megatron.config import Config
 from tba_megatron.config_load import store_config
 from tba_megatron.config_sections import RecordedData
-from tba_megatron.dist import keep_freed_memory, rank_from_environment
+from tba_megatron.dist import rank_from_environment
+from tba_megatron.heap import keep_freed_memory
 
 
 def run(config: Config, args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tba_megatron.config import Config
+from tba_megatron.heap import FreedMemory
 from tba_megatron.search.engine import ReceiveState, SearchEngine
 from tba_megatron.search.evaluate import evaluate
 from tba_megatron.search.link import TrainerLink
@@ -98,6 +99,7 @@ class Searcher:
         self._draining = False
         self._hand_over_until_s: float | None = None  # the trainer ends, and the run does not
         self._stopping: str | None = None
+        self._freed = FreedMemory()
 
     @property
     def generated(self) -> int:
@@ -123,6 +125,7 @@ class Searcher:
             if self._outbox.room and not self._draining:
                 self._fill_engine()
             self._beat()
+            self._freed.tend()
             if self._engine.n_unfinished:
                 self._generate(self._outbox)
             else:

@@ -20,6 +20,7 @@ from tba_megatron.config import Config
 from tba_megatron.config_sections import SearcherData
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError, TbaError
+from tba_megatron.heap import FreedMemory
 from tba_megatron.loss.base import Loss
 from tba_megatron.packing import Pack, pack
 from tba_megatron.trainer.all_or_none import AllOrNone
@@ -93,6 +94,7 @@ class TrainLoop:
         self._step = step
         self._writer = writer
         self._signal = 0
+        self._freed = FreedMemory()
         self.complete = False  # the run is at its end
         self._intake_s: float | None = None  # the most that the next intake may take; None: as long as it takes
         self._reclaimed_at = 0  # the segment that was current when old ones were last looked for
@@ -102,6 +104,7 @@ class TrainLoop:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
         while True:
+            self._freed.tend()
             notes = self._exchange_notes()
             plan = from_rank_0(self._chief.decide(notes, self._step) if self._chief else None, self._groups)
             if plan.finish_save:

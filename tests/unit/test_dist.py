@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import sys
-
 import pytest
 
 from tba_megatron.dist import (
@@ -81,10 +77,3 @@ def test_a_searcher_is_alone_offline_and_no_task_of_a_step():
     assert environment["TRANSFORMERS_OFFLINE"] == "1"
     assert environment["HF_HUB_OFFLINE"] == "0"  # a user's own choice
     assert environment["HOME"] == "/home/x"
-
-
-def test_glibc_can_be_told_to_keep_freed_memory():
-    # In a process of its own: it changes the allocator.
-    code = "from tba_megatron.dist import keep_freed_memory; print(keep_freed_memory())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{platform.libc_ver()[0] == 'glibc'}\n"

@@ -17,7 +17,7 @@ FLOORS = [
     {"config_search"},
     {"config"},
     {"config_load"},
-    {"dist", "metrics", "tasks", "kernels", "models"},
+    {"dist", "heap", "metrics", "tasks", "kernels", "models"},
     {"buffer", "packing", "loss", "transport"},
     {"trainer", "search"},
     {"ops"},
