@@ -113,9 +113,9 @@ def _refuse_another(config: Config, target: Path) -> None:
         raise RunFolderError(
             f"{target} cannot be read ({error.problems[0]}); choose another run.folder or remove this one"
         ) from None
-    there, here = (dict(_leaves(tree.model_dump(mode="json"))) for tree in (stored, config))
+    there, here = (dict(leaves(tree.model_dump(mode="json"))) for tree in (stored, config))
     different = [
-        f"{key} is {_show(there.get(key))} there and {_show(here.get(key))} here"
+        f"{key} is {show(there.get(key))} there and {show(here.get(key))} here"
         for key in dict.fromkeys([*there, *here])
         if there.get(key) != here.get(key) and not _may_change(key)
     ]
@@ -131,10 +131,10 @@ def _may_change(key: str) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -309,7 +309,7 @@ def _explain(error: ValidationError, source: _Source) -> list[str]:
             continue
         path, sections = _resolve(problem["loc"])
         key, place = ".".join(path), source.place(path)
-        given = f"{key} = {_show(problem['input'])}"
+        given = f"{key} = {show(problem['input'])}"
         match problem["type"]:
             case "missing":
                 lines.append(f"{place}{key}: missing{_needs(sections)}")
@@ -378,16 +378,16 @@ def _suggest(path: KeyPath, sections: tuple[type[Section], ...]) -> str:
 
 def _bools_read_as_numbers(source: _Source, config: Config) -> list[str]:
     """pydantic turns true into 1, so that ``trainer.steps: yes`` would train for one step."""
-    resolved = dict(_leaves(config.model_dump()))
+    resolved = dict(leaves(config.model_dump()))
     return [
-        f"{source.place(tuple(key.split('.')))}{key} = {_show(value)}: should be a number"
-        for key, value in _leaves(source.values)
+        f"{source.place(tuple(key.split('.')))}{key} = {show(value)}: should be a number"
+        for key, value in leaves(source.values)
         if isinstance(value, bool) and isinstance(resolved.get(key, value), int | float)
         if not isinstance(resolved.get(key, value), bool)
     ]
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
     if isinstance(value, dict):
         return "{...}"
     if value is None or isinstance(value, bool):

@@ -71,7 +71,7 @@ class VllmEngineConfig(Section):
     kv_cache_bytes: Count = 256 << 20
     threads: Count = 1
     """CPU threads of one engine; no effect on a GPU."""
-    tensor_parallel: Count = 1
+    tensor_parallel: Annotated[int, Field(ge=1, le=4096)] = 1
     """Workers that share one engine; more than one are processes of their own."""
 
 
@@ -94,7 +94,7 @@ class LaggingPolicy(Section):
     """The trained policy as it was some steps ago: a version is taken once it is ``steps`` newer than the last."""
 
     kind: Literal["lagging"] = "lagging"
-    steps: Count
+    steps: Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class FixedPolicy(Section):
@@ -135,7 +135,7 @@ class SearchConfig(Section):
     """Within what vLLM takes as it is: it would raise a smaller one to 0.01 without a word."""
     top_p: _TopP = 1.0
     max_new_tokens: Count = 256
-    prompts_in_engine: Count = 32
+    prompts_in_engine: Annotated[int, Field(ge=1, le=1 << 16)] = 32
     """Prompts that a searcher keeps in its engine at a time."""
     epochs: CountOrZero = 0
     """Visits of each prompt, after which the data has ended and so does training, once nothing is left that a step

@@ -59,6 +59,18 @@ class TransportError(TbaError):
     """A peer cannot be reached, or an address cannot be bound."""
 
 
+class KeyFileError(TransportError):
+    """The file with the secret of trainer and searchers is not what it must be."""
+
+    exit_code = 2
+
+
+class NoTrainerError(TransportError):
+    """A searcher found no trainer for too long; it may be started again."""
+
+    exit_code = 75
+
+
 class WeightTransferError(TbaError):
     """A version of the weights did not arrive whole: names the version, the sender, the bucket and the reason."""
 

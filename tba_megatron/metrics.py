@@ -7,6 +7,7 @@ which step is its first, and what an earlier attempt wrote from there on is remo
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -17,6 +18,8 @@ from typing import Any, Protocol, TextIO
 
 from tba_megatron.config_sections import MetricsConfig
 from tba_megatron.errors import RunFolderError
+
+_log = logging.getLogger(__name__)
 
 CONSOLE_METRICS = {
     "reward": "reward/train_mean",
@@ -166,16 +169,27 @@ class TensorBoardWriter:
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
         self._writer.add_custom_scalars(CHARTS)
+        self._failed = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._write(lambda name=name, value=value: self._writer.add_scalar(name, value, step))
 
     def table(self, tag: str, step: int, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        self._writer.add_text(tag, markdown_table(headers, rows), step)
+        self._write(lambda: self._writer.add_text(tag, markdown_table(headers, rows), step))
 
     def close(self) -> None:
-        self._writer.close()
+        self._write(self._writer.close)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """A disk that is full ends TensorBoard's log, once and with a line, and not the run."""
+        if self._failed:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._failed = True
+            _log.warning("TensorBoard's log ends here: %s", error.strerror or error)
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

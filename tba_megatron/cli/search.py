@@ -17,9 +17,10 @@ from pathlib import Path
 
 from tba_megatron.cli.common import start_logging
 from tba_megatron.config import Config
+from tba_megatron.config_agree import refuse_other_problems
 from tba_megatron.config_search import AddressRendezvous, VllmEngineConfig
 from tba_megatron.dist import prepare_searcher_environment
-from tba_megatron.errors import ConfigError, EngineError, TaskError, TransportError
+from tba_megatron.errors import ConfigError, EngineError, NoTrainerError, TaskError, TransportError
 from tba_megatron.heap import keep_freed_memory
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.engine import SearchEngine
@@ -50,6 +51,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
 
     find = partial(_find, config, host)
     rendezvous = _wait_for_trainer(config, find)
+    refuse_other_problems(config)
     with _start_weights(rendezvous) as (version, weights):
         tokenizer = HfTokenizer(weights)
         task = make_task(config.task, tokenizer, config.run.seed, config.model.max_length)
@@ -120,9 +122,11 @@ def _wait_for_trainer(config: Config, find: Callable[[], Rendezvous | None]) -> 
         if found is not None and (Path(found.weights) / MARKER).exists():
             return found
         time.sleep(0.1)
-    raise TransportError(
-        f"no trainer wrote {config.run.folder}/rendezvous.json and its weights within "
-        f"{config.transport.patience_s:g} s; is it running, with the same run.folder?"
+    by_address = isinstance(config.transport.rendezvous, AddressRendezvous)
+    what = f"{MARKER} in its weights" if by_address else "rendezvous.json and its weights"
+    raise NoTrainerError(
+        f"no trainer wrote {what} in {config.run.folder} within {config.transport.patience_s:g} s; is it running, with "
+        f"the same run.folder?"
     )
 
 

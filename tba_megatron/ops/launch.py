@@ -16,7 +16,7 @@ from tba_megatron.config_search import MAIN_SOURCE
 from tba_megatron.dist import run_environment
 from tba_megatron.errors import ModelError, RoleFailedError
 from tba_megatron.ops.roles import STORE, Role, has_searchers, searchers, searchers_by_source, trainer_ranks
-from tba_megatron.ops.run_lock import alone_in
+from tba_megatron.ops.run_lock import alone_in, make_run_folder
 from tba_megatron.ops.summary import SUMMARY, is_complete, print_summary, read_summary, summarise, write_summary
 from tba_megatron.ops.supervise import Supervisor
 from tba_megatron.trainer.result import read_result
@@ -33,7 +33,7 @@ def launch(config: Config, stream: TextIO) -> int:
     folder = config.run.folder
     stored = folder / "config.yaml"
     _check_model(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_run_folder(folder)
     with (
         _alone_in(folder, stream) as lock,
         Supervisor(run_environment(), stream, config.launch, inherited=(lock,)) as supervisor,

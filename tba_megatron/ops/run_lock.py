@@ -23,9 +23,13 @@ _POLL_S = 0.2
 def alone_in(folder: Path, stream: TextIO) -> Iterator[int]:
     """Hold the run folder; the descriptor of its lock, which every role inherits: while one lives it is held.
 
-    RunFolderError when another launch holds it.
+    RunFolderError when another launch holds it, or it cannot be written to.
     """
-    with (folder / ".lock").open("a+") as lock:
+    try:
+        lock = (folder / ".lock").open("a+")
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    with lock:
         _acquire(lock, folder, stream)
         lock.truncate(0)
         lock.write(f"{socket.gethostname()} {os.getpid()}\n")
@@ -34,6 +38,20 @@ def alone_in(folder: Path, stream: TextIO) -> Iterator[int]:
             yield lock.fileno()
         finally:
             lock.truncate(0)  # only one that was killed leaves its name
+
+
+def make_run_folder(folder: Path) -> None:
+    """RunFolderError when it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from None
+
+
+def _unusable(folder: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"run folder {folder} cannot be written: {error.strerror or error}; choose another run.folder"
+    )
 
 
 def _acquire(lock: TextIO, folder: Path, stream: TextIO) -> None:

@@ -111,7 +111,11 @@ class TrainerLink:
             )
             self._state = LinkState.ALONE
         if self._state is LinkState.ASKING and now_s - self._asked_s > self._settings.lease_s:
-            _log.warning("no trainer at %s answered within %g s", self._rendezvous.address, self._settings.lease_s)
+            _log.warning(
+                "no trainer at %s answered within %g s, or it has another secret",
+                self._rendezvous.address,
+                self._settings.lease_s,
+            )
             self._say_hello()
         return self._state is LinkState.JOINED or now_s - self._heard_s <= self._settings.patience_s
 

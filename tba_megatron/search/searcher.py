@@ -231,7 +231,10 @@ class Searcher:
                     self._receiving, self._round, self._staged = message, message.round, False
                     self._engine.begin_receive(message, self._config.weights.timeout_s)
             case Evaluate():
-                self._evaluations.append(PolicyVersion.parse(message.version))
+                version = PolicyVersion.parse(message.version)
+                begun = self._evaluating and version == self._engine.version
+                if not begun and version not in self._evaluations:  # asked again, though the question had come
+                    self._evaluations.append(version)
             case Stop():
                 if message.final:
                     self._stopping = message.reason
@@ -335,6 +338,7 @@ class Searcher:
         )
         self._evaluating = False
         if done is None:
+            self._engine.abort_all()  # what is left of it in the engine is nobody's visit
             return
         self._link.send(
             Evaluated(version=str(version), accuracy=done.accuracy, problems=done.problems, seconds=done.seconds)
@@ -348,7 +352,7 @@ class Searcher:
         self._watch_receive()
         outbox.flush()
         self._beat()
-        return self._stopping is None and self._evaluating
+        return self._stopping is None and self._evaluating and self._hand_over_until_s is None
 
     # ---- generation
 

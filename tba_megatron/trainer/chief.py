@@ -219,6 +219,7 @@ class Chief:
             self._finished_s, self._failed_before_end = self._clock(), self._failures
         tries = self._failures - self._failed_before_end
         undeliverable = tries >= FINAL_TRIES or self._desk.refused == final
+        undeliverable &= not any(m.version == final for m in members)  # who has it can measure it
         # A resumed run can be at its end before the first searcher has joined.
         patience_s = max(self._config.transport.lease_s, STARTING_S)
         alone = not any(m.takes_every for m in members) and self._clock() - self._finished_s > patience_s

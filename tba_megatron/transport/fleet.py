@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _SAMPLES = 256  # kept for the next table
 
+SHORT_BEATS = 10  # heartbeats in a row that show fewer prompts than were given: some of them were lost
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetSettings:
@@ -158,10 +160,17 @@ class Fleet:
         changes: dict[str, object] = {}
         # A connection that broke may have taken a message with it. What is asked of a searcher is asked again.
         overdue_s = self._settings.lease_s
-        if message.received_prompts < member.granted_prompts and now_s - member.granted_s > overdue_s:
+        short = message.received_prompts < member.granted_prompts
+        changes |= {
+            "short_beats": member.short_beats + 1 if short else 0,
+            "short_since_s": member.short_since_s if member.short_beats else now_s,
+        }
+        # Where prompts are given all the time, some may be under way whenever it speaks, but not each time.
+        always_short = member.short_beats >= SHORT_BEATS and now_s - member.short_since_s > overdue_s
+        if short and (always_short or now_s - member.granted_s > overdue_s):
             prompts = self.leases.take_back(member.searcher)
             self.allowance += prompts
-            changes["granted_prompts"] = message.received_prompts
+            changes |= {"granted_prompts": message.received_prompts, "short_beats": 0}
             _log.warning("searcher %s never got its prompts; %d go to others", member.searcher, prompts)
         if member.evaluating and not message.evaluates and now_s - member.asked_s > overdue_s:
             changes |= {"evaluating": False, "evaluations_lost": member.evaluations_lost + 1}

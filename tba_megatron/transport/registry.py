@@ -59,7 +59,9 @@ class Member:
     granted_s: float = 0.0  # when it was last given some
     evaluating: bool = False
     asked_s: float = 0.0  # when it was asked to
-    evaluations_lost: int = 0  # questions that never reached it
+    evaluations_lost: int = 0  # questions that never reached it, or whose answer may never come
+    short_since_s: float = 0.0  # since when each of its heartbeats has shown fewer prompts than it was given,
+    short_beats: int = 0  # and how many those were
     gone: State | None = None
 
     @property
@@ -180,7 +182,11 @@ class Registry:
         if before is None:
             self.joined_total += 1
         else:
-            member = replace(member, generated=max(member.generated, before.generated))
+            member = replace(
+                member,
+                generated=max(member.generated, before.generated),
+                evaluations_lost=before.evaluations_lost + before.evaluating,  # it has dropped the question as well
+            )
             self.returned_total += before.gone is not None
         self.members[member.searcher] = member
 
@@ -194,8 +200,10 @@ class Registry:
         self.returned_total += back
 
     def leave(self, searcher: str, state: State) -> None:
-        if self.members[searcher].gone is None:
-            self.change(searcher, gone=state, evaluating=False)
+        member = self.members[searcher]
+        if member.gone is None:
+            lost = member.evaluations_lost + member.evaluating
+            self.change(searcher, gone=state, evaluating=False, evaluations_lost=lost)
             self.lost_total += state is State.LOST
 
     def overdue(self, now_s: float, lease_s: float) -> list[str]:

@@ -28,7 +28,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from tba_megatron.config_search import TransportConfig
-from tba_megatron.errors import TransportError, shown
+from tba_megatron.errors import KeyFileError, TransportError, shown
 
 _log = logging.getLogger(__name__)
 
@@ -62,28 +62,28 @@ def new_secret() -> str:
 
 
 def read_secret(key_file: Path) -> str:
-    """The secret in ``key_file``. TransportError unless that is this user's alone and holds 64 hexadecimal digits."""
+    """The secret in ``key_file``. KeyFileError unless that is this user's alone and holds 64 hexadecimal digits."""
     try:
         handle = os.open(key_file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not hold it up
         with os.fdopen(handle, "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise TransportError(f"transport.rendezvous.key_file: {key_file} is not a file")
+                raise KeyFileError(f"transport.rendezvous.key_file: {key_file} is not a file")
             if found.st_uid != os.geteuid():
-                raise TransportError(f"transport.rendezvous.key_file: {key_file} is not a file of this user")
+                raise KeyFileError(f"transport.rendezvous.key_file: {key_file} is not a file of this user")
             if found.st_mode & 0o077:
-                raise TransportError(
+                raise KeyFileError(
                     f"transport.rendezvous.key_file: others than its owner have access to {key_file} "
                     f"(mode {stat.S_IMODE(found.st_mode):03o}); chmod 600 it"
                 )
             text = file.read(1024).decode("ascii", "replace").strip().lower()
     except OSError as error:
-        raise TransportError(
+        raise KeyFileError(
             f"transport.rendezvous.key_file: cannot read {key_file} ({error.strerror}); it holds the secret of trainer "
             f"and searchers, 64 hexadecimal digits"
         ) from None
     if not _SECRET.fullmatch(text):
-        raise TransportError(f"transport.rendezvous.key_file: {key_file} does not hold 64 hexadecimal digits")
+        raise KeyFileError(f"transport.rendezvous.key_file: {key_file} does not hold 64 hexadecimal digits")
     return text
 
 

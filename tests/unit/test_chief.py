@@ -463,6 +463,17 @@ def test_another_searcher_measures_when_the_one_that_was_asked_is_lost(tmp_path)
     assert desk.asked() == [("a", "0.4"), ("b", "0.4")]
 
 
+def test_failures_of_another_do_not_end_a_run_that_is_being_measured(tmp_path):
+    desk = Desk(tmp_path, "evaluation.problems=10")
+    final = PolicyVersion(0, 4)
+    desk.control.fleet = [member("healthy", final), member("sick", PolicyVersion(0, 3))]
+    desk.decide(4)
+    desk.publishing.failed += 10
+    assert desk.decide(4).action is Action.WAIT
+    desk.control.change("healthy", gone=State.LOST)
+    assert desk.decide(4).action is Action.STOP
+
+
 def test_the_end_does_not_wait_for_searchers_that_never_come(clock, tmp_path):
     desk = Desk(tmp_path, "evaluation.problems=10", clock=clock)
     desk.control.fleet = []

@@ -159,6 +159,40 @@ def test_prompts_that_never_came_to_a_searcher_go_to_others():
     assert trainer.fleet.leases.next_position == 4
 
 
+def test_prompts_that_never_came_are_missed_although_others_come_all_the_time():
+    """Whatever is given last hides how long ago the first of what is missing was."""
+    trainer, received, healthy = Trainer(), 0, 0
+    for name in "ab":
+        trainer.hello(name)
+    trainer.beat("a", wanted_prompts=4)
+    assert trainer.leased() == {"a": 4}  # and lost with the connection
+    for turn in range(1, 200):
+        trainer.now_s = turn * LEASE_S / 20
+        trainer.beat("a", wanted_prompts=5, received_prompts=received)
+        trainer.beat("b", wanted_prompts=1, received_prompts=healthy)
+        came = trainer.leased()
+        received, healthy = received + came.get("a", 0), healthy + came.get("b", 0)
+        if trainer.fleet.registry.members["a"].granted_prompts == received:
+            break
+    assert LEASE_S < trainer.now_s < 2 * LEASE_S
+    assert trainer.fleet.registry.members["b"].granted_prompts == healthy == turn
+
+
+@pytest.mark.parametrize("what", ["lost", "hello again"])
+def test_a_question_to_who_is_lost_or_begins_again_is_asked_again(what):
+    trainer = Trainer()
+    trainer.hello("a")
+    trainer.fleet.say("a", Evaluate(version="0.0"), trainer.now_s)
+    if what == "lost":
+        trainer.now_s = LEASE_S + 1
+        assert trainer.fleet.tick(trainer.now_s) == ["a"]
+        trainer.beat("a")
+    else:
+        trainer.hello("a")
+    member = trainer.fleet.registry.members["a"]
+    assert (member.gone, member.evaluating, member.evaluations_lost) == (None, False, 1)
+
+
 def test_a_question_that_never_came_to_a_searcher_is_given_up():
     trainer = Trainer()
     trainer.hello("a")

@@ -17,6 +17,7 @@ FLOORS = [
     {"config_search"},
     {"config"},
     {"config_load"},
+    {"config_agree"},
     {"dist", "heap", "metrics", "tasks", "kernels", "models"},
     {"buffer", "packing", "loss", "transport"},
     {"trainer", "search"},
@@ -36,7 +37,7 @@ CLOSED_DOORS = {
     *(("buffer", library) for library in ("torch.distributed", "tokenizers", "transformers")),
     ("loss", "torch.distributed"),
     ("tasks", "torch"),
-    *((room, library) for rooms in FLOORS[:5] for room in rooms for library in ("torch", "transformers")),
+    *((room, library) for rooms in FLOORS[:6] for room in rooms for library in ("torch", "transformers")),
 }
 
 LIBRARY_HOMES = {

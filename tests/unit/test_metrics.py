@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import math
@@ -11,7 +12,14 @@ import pytest
 
 from tba_megatron.config_sections import MetricsConfig
 from tba_megatron.errors import RunFolderError
-from tba_megatron.metrics import JsonlWriter, MetricLog, console_writer, markdown_table, open_metric_log
+from tba_megatron.metrics import (
+    JsonlWriter,
+    MetricLog,
+    TensorBoardWriter,
+    console_writer,
+    markdown_table,
+    open_metric_log,
+)
 
 
 def records(path):
@@ -205,3 +213,19 @@ def test_tensorboard_can_be_left_out(tmp_path):
         MetricsConfig(tensorboard=False), tmp_path, first_step=0, total_steps=1, stream=io.StringIO()
     ).close()
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_full_disk_ends_tensorboards_log_and_not_the_run(tmp_path, caplog):
+    writer = TensorBoardWriter(tmp_path, 0)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer._writer.add_scalar = full
+    for step in (1, 2):
+        writer.scalars(step, {"a": 1.0})
+    writer.table("t", 2, ["x"], [])
+    writer.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "TensorBoard's log ends here: No space left on device"
+    ]

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tba_megatron.errors import RunFolderError
-from tba_megatron.ops.run_lock import alone_in
+from tba_megatron.ops.run_lock import alone_in, make_run_folder
 
 # Holds the folder and starts a role that inherits the lock and lives until its stdin ends.
 LAUNCH = """
@@ -65,3 +65,15 @@ def test_a_folder_is_free_after_its_launch_and_as_it_was(tmp_path):
         with alone_in(tmp_path, io.StringIO()):
             assert (tmp_path / ".lock").read_text().split()[1] == str(os.getpid())
         assert (tmp_path / ".lock").read_bytes() == b""
+
+
+def test_a_run_folder_that_cannot_be_made_or_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=r"run folder \S+file cannot be written: File exists; choose another"):
+        make_run_folder(tmp_path / "file")
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    with (
+        pytest.raises(RunFolderError, match=r"run folder \S+run cannot be written: Is a directory"),
+        alone_in(tmp_path / "run", io.StringIO()),
+    ):
+        pass

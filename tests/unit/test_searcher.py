@@ -309,6 +309,34 @@ def test_an_evaluation_gives_the_accuracy_and_every_prompt_is_still_visited(weig
     assert_whole(ran, 9)
 
 
+def test_a_trainer_that_starts_again_during_an_evaluation_costs_the_evaluation_alone(weights, handlers):
+    """What is left of it in the engine is none of the prompts that the next trainer leases."""
+    hellos = []
+
+    def answer(message: FromSearcher) -> Iterable[ToSearcher]:
+        if isinstance(message, Hello):
+            hellos.append(message)
+            yield Welcome(shards=("ipc:///tmp/none",), newest="0.0")
+            yield Evaluate(version="0.0") if len(hellos) == 1 else Lease(lease=1 << 32, start=0, count=2)
+        if isinstance(message, Heartbeat):
+            if message.evaluates and len(hellos) == 1:
+                yield Unknown()  # the next one knows nobody
+            if message.generated >= 2 * S:
+                yield Stop(reason="enough")
+
+    control = Script(answer)
+    config = config_of(transport={"heartbeat_s": 1e-9}, evaluation={"problems": 15, "samples_per_problem": 2})
+    ran = run_here(config, fake_engine(weights, tokens_per_step=1), control)
+    assert len(hellos) == 2 and control.heard_of(Evaluated) == []
+    assert (ran.code, ran.searcher.generated) == (0, 2 * S)
+
+
+def test_a_question_that_is_asked_again_is_answered_once(weights, handlers):
+    control = until(2 * S, prompts=2, then=[Evaluate(version="0.0"), Evaluate(version="0.0")])
+    run_here(config_of(), fake_engine(weights), control)
+    assert len(control.heard_of(Evaluated)) == 1
+
+
 def test_an_evaluation_of_a_version_that_has_not_arrived_waits(weights, handlers):
     control = until(2 * S, prompts=2, then=[Evaluate(version="0.1")])
     ran = run_here(config_of(), fake_engine(weights), control)

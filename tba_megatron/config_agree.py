@@ -1,0 +1,43 @@
+"""What a searcher that is started by hand must have in common with the run that it joins."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from tba_megatron.config import Config
+from tba_megatron.config_load import leaves, load_config, show
+from tba_megatron.errors import ConfigError, RunFolderError
+
+# Which problems are trained on and which are held out, and what a completion is worth. How it samples is its own.
+SHARED = (
+    "run.seed",
+    "model.max_length",
+    "task.*",
+    "objective.*",
+    "evaluation.*",
+    "search.completions_per_prompt",
+    "search.max_new_tokens",
+    "search.epochs",
+)
+
+
+def refuse_other_problems(config: Config) -> None:
+    """RunFolderError when the trainer's ``config.yaml`` in the run folder has other problems, rewards or measures."""
+    stored = config.run.folder / "config.yaml"
+    try:
+        run = load_config(stored)
+    except ConfigError as error:
+        raise RunFolderError(
+            f"{stored} cannot be read ({error.problems[0]}); is it the trainer's run.folder?"
+        ) from None
+    there, here = (dict(leaves(tree.model_dump(mode="json"))) for tree in (run, config))
+    different = [
+        f"{key} is {show(there.get(key))} in the run and {show(here.get(key))} here"
+        for key in dict.fromkeys([*there, *here])
+        if there.get(key) != here.get(key) and any(fnmatchcase(key, pattern) for pattern in SHARED)
+    ]
+    if different:
+        more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
+        raise RunFolderError(
+            f"this searcher would search for another run: {', '.join(different[:3])}{more}; start it with {stored}"
+        )
