@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from tba_megatron.config import Config
-from tba_megatron.config_load import leaves, load_config, show
+from tba_megatron.config_load import differences, load_config
 from tba_megatron.errors import ConfigError, RunFolderError
 
 # Which problems are trained on and which are held out, and what a completion is worth. How it samples is its own.
@@ -30,14 +30,5 @@ def refuse_other_problems(config: Config) -> None:
         raise RunFolderError(
             f"{stored} cannot be read ({error.problems[0]}); is it the trainer's run.folder?"
         ) from None
-    there, here = (dict(leaves(tree.model_dump(mode="json"))) for tree in (run, config))
-    different = [
-        f"{key} is {show(there.get(key))} in the run and {show(here.get(key))} here"
-        for key in dict.fromkeys([*there, *here])
-        if there.get(key) != here.get(key) and any(fnmatchcase(key, pattern) for pattern in SHARED)
-    ]
-    if different:
-        more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
-        raise RunFolderError(
-            f"this searcher would search for another run: {', '.join(different[:3])}{more}; start it with {stored}"
-        )
+    if found := differences(run, config, lambda key: any(fnmatchcase(key, pattern) for pattern in SHARED)):
+        raise RunFolderError(f"this searcher would search for another run: {found}; start it with {stored}")

@@ -16,7 +16,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -113,28 +113,27 @@ def _refuse_another(config: Config, target: Path) -> None:
         raise RunFolderError(
             f"{target} cannot be read ({error.problems[0]}); choose another run.folder or remove this one"
         ) from None
-    there, here = (dict(leaves(tree.model_dump(mode="json"))) for tree in (stored, config))
+    if found := differences(stored, config, lambda key: not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)):
+        what = f"run folder {target.parent} holds another configuration: {found}"
+        raise RunFolderError(f"{what}; choose another run.folder or remove this one")
+
+
+def differences(there: Config, here: Config, matters: Callable[[str], bool]) -> str:
+    """The keys that matter and differ, with both values; empty where none does."""
+    theirs, ours = (dict(_leaves(tree.model_dump(mode="json"))) for tree in (there, here))
     different = [
-        f"{key} is {show(there.get(key))} there and {show(here.get(key))} here"
-        for key in dict.fromkeys([*there, *here])
-        if there.get(key) != here.get(key) and not _may_change(key)
+        f"{key} is {_show(theirs.get(key))} there and {_show(ours.get(key))} here"
+        for key in dict.fromkeys([*theirs, *ours])
+        if theirs.get(key) != ours.get(key) and matters(key)
     ]
-    if different:
-        more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
-        raise RunFolderError(
-            f"run folder {target.parent} holds another configuration: {', '.join(different[:3])}{more}; "
-            f"choose another run.folder or remove this one"
-        )
+    more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
+    return f"{', '.join(different[:3])}{more}"
 
 
-def _may_change(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
-
-
-def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -309,7 +308,7 @@ def _explain(error: ValidationError, source: _Source) -> list[str]:
             continue
         path, sections = _resolve(problem["loc"])
         key, place = ".".join(path), source.place(path)
-        given = f"{key} = {show(problem['input'])}"
+        given = f"{key} = {_show(problem['input'])}"
         match problem["type"]:
             case "missing":
                 lines.append(f"{place}{key}: missing{_needs(sections)}")
@@ -378,16 +377,16 @@ def _suggest(path: KeyPath, sections: tuple[type[Section], ...]) -> str:
 
 def _bools_read_as_numbers(source: _Source, config: Config) -> list[str]:
     """pydantic turns true into 1, so that ``trainer.steps: yes`` would train for one step."""
-    resolved = dict(leaves(config.model_dump()))
+    resolved = dict(_leaves(config.model_dump()))
     return [
-        f"{source.place(tuple(key.split('.')))}{key} = {show(value)}: should be a number"
-        for key, value in leaves(source.values)
+        f"{source.place(tuple(key.split('.')))}{key} = {_show(value)}: should be a number"
+        for key, value in _leaves(source.values)
         if isinstance(value, bool) and isinstance(resolved.get(key, value), int | float)
         if not isinstance(resolved.get(key, value), bool)
     ]
 
 
-def show(value: object) -> str:
+def _show(value: object) -> str:
     if isinstance(value, dict):
         return "{...}"
     if value is None or isinstance(value, bool):
