@@ -213,7 +213,8 @@ def run(case: Case, steps: int) -> Trace:
 
 def train(groups: Groups, trainer: TrainerConfig, case: Case, steps: int) -> Trace:
     """On one rank. Losses are known on rank 0 only; NaN elsewhere."""
-    from tba_megatron.loss.balance import TbVarGradLoss
+    from tba_megatron.loss.guards import Guards
+    from tba_megatron.loss.regression import TbVarGrad
     from tba_megatron.packing import pack
     from tba_megatron.trainer.exchange import assign_replicas
     from tba_megatron.trainer.model import to_device
@@ -231,7 +232,7 @@ def train(groups: Groups, trainer: TrainerConfig, case: Case, steps: int) -> Tra
         microbatches = [p.microbatch for p in pack(mine, trainer.microbatch_tokens, multiple_of)]
         batches = [to_device(microbatch, groups.device) for microbatch in microbatches]
         normaliser = float(sum(sum(group.copies) for group in drawn))
-        done = update(model.policy, batches, TbVarGradLoss(BETA), normaliser, model.head, groups)
+        done = update(model.policy, batches, TbVarGrad(BETA, Guards()), normaliser, model.head, groups)
         losses.append(done.statistics.get("loss", float("nan")))
         norms.append(done.grad_norm)
         packed.append(microbatches)

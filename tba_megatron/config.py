@@ -11,10 +11,12 @@ from typing import Self
 
 from pydantic import model_validator
 
+from tba_megatron.config_objective import ObjectiveConfig, OnlineDpo, PpoClip, ProximalRloo
 from tba_megatron.config_search import (
     MAIN_SOURCE,
     AddressRendezvous,
     EvaluationConfig,
+    FakeEngineConfig,
     FixedPolicy,
     LaunchConfig,
     NewestPolicy,
@@ -26,7 +28,7 @@ from tba_megatron.config_sections import (
     BufferConfig,
     MetricsConfig,
     ModelConfig,
-    ObjectiveConfig,
+    RecordedData,
     RewardRecencySampler,
     RunConfig,
     Section,
@@ -151,12 +153,57 @@ class Config(Section):
                 "search.in_flight: keep_kv gives log-probs that are no version's own, which search.behaviour_logprobs "
                 "would store; choose recompute or drain, or leave behaviour_logprobs false",
             ),
+            *self._objective_rules(),
             *self._transport_rules(),
             *self._source_rules(),
             (
                 self.model.init == "random" and self.sft.steps == 0,
                 "model.init: random weights with sft.steps 0 leave nothing to sharpen; set sft.steps or "
                 "model.init to pretrained",
+            ),
+        ]
+
+    def _objective_rules(self) -> list[tuple[bool, str]]:
+        o, s = self.objective, self.search
+        reads_behaviour = (
+            f"objective.loss: {o.loss.kind}"
+            if o.guards.lost_negative_ratio == 0.0
+            else "objective.guards.lost_negative_ratio: it"
+        ) + " reads the log-probs of the policy that wrote a completion"
+        others = [
+            name for name, source in s.sources.items() if (source.temperature, source.top_p) != (o.temperature, 1.0)
+        ]
+        samples = not isinstance(self.trainer.data, RecordedData)  # else ``search`` says nothing of what is trained on
+        as_objective = s.temperature == o.temperature and s.top_p == 1.0 and not others
+        return [
+            (
+                samples and o.needs_behaviour and not s.behaviour_logprobs,
+                f"{reads_behaviour}; set search.behaviour_logprobs to true",
+            ),
+            (
+                samples and o.needs_behaviour and not as_objective,
+                f"{reads_behaviour}, which are comparable only where it was sampled as objective.temperature "
+                f"({o.temperature:g}) says; set search.temperature to it, top_p to 1, and those of search.sources",
+            ),
+            (
+                samples and o.needs_behaviour and s.behaviour_logprobs and isinstance(s.engine, FakeEngineConfig),
+                f"{reads_behaviour}, which the fake engine has not; choose vllm",
+            ),
+            (
+                isinstance(o.loss, OnlineDpo) and o.guards != type(o.guards)(),
+                "objective.guards: online_dpo compares completions and has no advantages to guard; leave guards out",
+            ),
+            (
+                o.guards.by_token and o.guards.lost_negative_ratio == 0.0,
+                "objective.guards.by_token: it has no effect without lost_negative_ratio; set that or leave this out",
+            ),
+            (
+                isinstance(o.loss, ProximalRloo) and o.guards.by_token,
+                "objective.guards.by_token: proximal_rloo has one ratio for a whole completion; set it to false",
+            ),
+            (
+                isinstance(o.loss, PpoClip) and 0.0 < o.loss.dual_clip <= 1.0,
+                "objective.loss.dual_clip: at 1 or less it bounds what is not clipped; set it above 1, or 0 for none",
             ),
         ]
 

@@ -6,9 +6,9 @@ Units are in the names; where a value is a rate, its docstring says of what. ``c
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -84,7 +84,28 @@ class CosineSchedule(Section):
     final_fraction: Fraction = 0.0
 
 
-Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="kind")]
+class WsdSchedule(Section):
+    """Warm-up, stable, decay: the peak is kept until ``anneal_steps`` before ``decay_steps``."""
+
+    kind: Literal["wsd"] = "wsd"
+    warmup_steps: CountOrZero = 0
+    decay_steps: Count = 1000
+    anneal_steps: Count = 500
+    """Length of the last phase, which ends at ``decay_steps`` with ``final_fraction``."""
+    anneal: Literal["cosine", "linear"] = "cosine"
+    final_fraction: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.warmup_steps + self.anneal_steps > self.decay_steps:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and anneal_steps ({self.anneal_steps}) are more than decay_steps "
+                f"({self.decay_steps}); raise decay_steps to at least {self.warmup_steps + self.anneal_steps}"
+            )
+        return self
+
+
+Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WsdSchedule, Field(discriminator="kind")]
 
 
 class OptimizerSection(Section):
@@ -174,35 +195,6 @@ class TrainerConfig(Section):
     @property
     def world_size(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
-
-
-class TbVarGrad(Section):
-    """Trajectory balance, VarGrad estimate of log Z (TBA, Eq. 5), times beta / 2."""
-
-    kind: Literal["tb_vargrad"] = "tb_vargrad"
-    beta: Positive
-    """Reward units per nat of KL to the reference."""
-
-
-class TbaPrime(Section):
-    """TBA' (Eq. 7): - stop_grad(advantage) * log pi, with the KL to the reference in the reward."""
-
-    kind: Literal["tba_prime"] = "tba_prime"
-    beta: Positive
-    """Reward units per nat of KL to the reference."""
-
-
-Objective = Annotated[TbVarGrad | TbaPrime, Field(discriminator="kind")]
-
-
-class ObjectiveConfig(Section):
-    loss: Objective
-    temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
-    """Divides the logits of policy and reference in the objective, whatever a searcher sampled with."""
-    truncated: Literal["keep", "drop", "penalise"] = "keep"
-    """What happens to a completion without EOS; counted in each case. ``drop`` makes its rollout invalid."""
-    truncated_penalty: NonNegative = 1.0
-    """Taken from the reward with ``truncated: penalise``."""
 
 
 class RewardRecencySampler(Section):

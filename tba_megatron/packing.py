@@ -194,7 +194,6 @@ def _pack_one(
             copies=np.array([s.copies for s in sequences], np.float32),
             reward=np.array([r.reward for r in rollouts], np.float32),
             reference_logprob=np.array([_reference(r, reference_version) for r in rollouts], np.float64),
-            behaviour_logprob=np.array([_behaviour(r) for r in rollouts], np.float64),
             n_groups=len(groups),
             split_group=split_group,
         ),
@@ -210,12 +209,15 @@ def _token_arrays(sequences: Sequence[_Sequence], multiple_of: int, at_least: in
     tokens, labels, positions = (np.zeros(padded, np.int32) for _ in range(3))
     response = np.zeros(padded, np.bool_)
     sequence_index = np.full(padded, -1, np.int32)
+    behaviour = np.full(padded, np.nan, np.float32)
     for i, (sequence, start, end) in enumerate(zip(sequences, ends[:-1], ends[1:], strict=True)):
         first = start + len(sequence.prompt)
         tokens[start:first] = sequence.prompt
         tokens[first:end] = sequence.rollout.token_ids
         labels[first - 1 : end - 1] = sequence.rollout.token_ids
         response[first - 1 : end - 1] = True
+        if sequence.rollout.behaviour_logprobs is not None:
+            behaviour[first - 1 : end - 1] = sequence.rollout.behaviour_logprobs
         positions[start:end] = np.arange(end - start)
         sequence_index[start:end] = i
     positions[n_tokens:] = np.arange(padded - n_tokens)
@@ -225,6 +227,7 @@ def _token_arrays(sequences: Sequence[_Sequence], multiple_of: int, at_least: in
         "positions": positions,
         "response": response,
         "sequence_index": sequence_index,
+        "behaviour_logprob": behaviour,
         "cu_seqlens": np.array([*ends, padded] if padded > n_tokens else ends, np.int32),
     }
 
@@ -232,11 +235,6 @@ def _token_arrays(sequences: Sequence[_Sequence], multiple_of: int, at_least: in
 def _reference(rollout: Rollout, version: int | None) -> float:
     known = rollout.reference_logprob is not None and version in (None, rollout.reference_version)
     return rollout.reference_logprob if known and rollout.reference_logprob is not None else math.nan
-
-
-def _behaviour(rollout: Rollout) -> float:
-    logprobs = rollout.behaviour_logprobs
-    return math.nan if logprobs is None else float(logprobs.sum(dtype=np.float64))
 
 
 # The wire format between the ranks of one replica: every array is flat and has one dtype, so bytes are
@@ -252,7 +250,7 @@ _DTYPES: dict[str, npt.DTypeLike] = {
     "copies": np.float32,
     "reward": np.float32,
     "reference_logprob": np.float64,
-    "behaviour_logprob": np.float64,
+    "behaviour_logprob": np.float32,
 }
 
 

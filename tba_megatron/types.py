@@ -209,7 +209,7 @@ class PackedMicrobatch:
     copies: Floats  # [S]
     reward: Floats  # [S]
     reference_logprob: npt.NDArray[np.float64]  # [S] nats, NaN where it is not known
-    behaviour_logprob: npt.NDArray[np.float64]  # [S] nats, NaN where it is not known
+    behaviour_logprob: Floats  # [T] nats, of ``labels[t]``; NaN where it is not known or nothing is predicted
     n_groups: int
     split_group: int = -1  # >= 0: a part of one group; the microbatches of equal number hold it whole
 

@@ -97,6 +97,7 @@ def rollout(sequence: int, token_ids, reward: float, *, step: int = 0) -> Rollou
         stop_reason=StopReason.EOS,
         spans=(PolicySpan(version=PolicyVersion(0, step), start=0, end=len(tokens)),),
         source="test",
+        behaviour_logprobs=-3.0 - np.random.default_rng(sequence).random(len(tokens), np.float32),
     )
 
 
@@ -128,7 +129,8 @@ class Rank:
     """The policy, reference and loss of one rank, as ``entry.train`` builds them."""
 
     def __init__(self, groups, trainer: TrainerConfig, folder: Path, reference_folder: Path | None = None) -> None:
-        from tba_megatron.loss.balance import TbVarGradLoss
+        from tba_megatron.loss.guards import Guards
+        from tba_megatron.loss.regression import TbVarGrad
         from tba_megatron.models.registry import read_model
         from tba_megatron.trainer.head import HeadSettings
         from tba_megatron.trainer.load_hf import load_hf
@@ -144,7 +146,7 @@ class Rank:
         self.reference = Reference(
             self.architecture, self.shape, trainer, reference_folder or folder, self.head, groups
         )
-        self.loss = TbVarGradLoss(BETA)
+        self.loss = TbVarGrad(BETA, Guards())
 
     def packs(self, train_groups: Sequence[TrainGroup]):
         from tba_megatron.packing import pack
@@ -169,12 +171,16 @@ class Rank:
         }
 
     def step(self, train_groups: Sequence[TrainGroup]):
+        from tba_megatron.loss.base import ReferenceNeed
         from tba_megatron.trainer.model import to_device
         from tba_megatron.trainer.step import update
 
         normaliser = float(sum(sum(group.copies) for group in train_groups))
-        batches = [to_device(pack.microbatch, self.groups.device) for pack in self.packs(train_groups)]
-        return update(self.policy, batches, self.loss, normaliser, self.head, self.groups)
+        packs, by_token = self.packs(train_groups), ()
+        if self.loss.needs.reference is ReferenceNeed.TOKENS:
+            by_token = self.reference.read(packs, ReferenceNeed.TOKENS).by_token
+        batches = [to_device(pack.microbatch, self.groups.device) for pack in packs]
+        return update(self.policy, batches, self.loss, normaliser, self.head, self.groups, reference_logprobs=by_token)
 
     def weights(self) -> dict[str, torch.Tensor]:
         from tba_megatron.trainer.stream_hf import stream_hf

@@ -15,6 +15,7 @@ REASONS = (
     "prompt_empty",  # nothing would predict the first token of the completion
     "prompt_differs",  # the sender has another tokenizer or template
     "reward_not_finite",
+    "behaviour_logprobs_missing",
     "behaviour_logprobs_length",
     "behaviour_logprobs_not_finite",
     "reference_logprob_not_finite",
@@ -32,7 +33,9 @@ _ABORT, _LENGTH = STOP_REASONS.index(StopReason.ABORT), STOP_REASONS.index(StopR
 Reasons_S = npt.NDArray[np.int8]
 
 
-def invalid_reasons(batch: RolloutBatch, *, drop_truncated: bool, vocab_size: int = ANY_TOKEN) -> Reasons_S:
+def invalid_reasons(
+    batch: RolloutBatch, *, drop_truncated: bool, vocab_size: int = ANY_TOKEN, needs_behaviour: bool = False
+) -> Reasons_S:
     """[S] the first law that each rollout breaks, as an index into ``REASONS``, or ``VALID``.
 
     The laws about prompts are the shard's: it knows which prompts it holds.
@@ -41,6 +44,7 @@ def invalid_reasons(batch: RolloutBatch, *, drop_truncated: bool, vocab_size: in
     has_version = batch.reference_version_S != NO_VERSION
     broken = {
         "reward_not_finite": ~np.isfinite(batch.reward_S),
+        "behaviour_logprobs_missing": needs_behaviour & (batch.behaviour_length_S == NO_BEHAVIOUR),
         "behaviour_logprobs_length": (batch.behaviour_length_S != NO_BEHAVIOUR)
         & (batch.behaviour_length_S != batch.length_S),
         "behaviour_logprobs_not_finite": _not_finite(batch),

@@ -7,8 +7,9 @@ a token of a completion), S sequences, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,22 @@ import torch
 from torch import Tensor
 
 from tba_megatron.types import PackedMicrobatch
+
+
+class ReferenceNeed(StrEnum):
+    """What an objective reads of the reference policy."""
+
+    NONE = "none"
+    SUMS = "sums"  # one number a rollout, which is kept with the rollout
+    TOKENS = "tokens"  # computed anew in each step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a loss reads beside the policy's log-probs and the rewards."""
+
+    reference: ReferenceNeed = ReferenceNeed.NONE
+    behaviour: bool = False  # the log-probs of the policy that wrote the rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +51,8 @@ class LossInputs:
     reference_logprob_S: Tensor  # float64, sums over the completions
     n_groups: int
     normaliser: float
-    behaviour_logprob_S: Tensor | None = None  # float64, NaN where it is not known
+    behaviour_logprob_T: Tensor  # float64, NaN where it is not known
+    reference_logprob_T: Tensor | None = None  # float64, for a loss that needs ``ReferenceNeed.TOKENS``
 
     @property
     def n_sequences(self) -> int:
@@ -58,11 +76,13 @@ class Loss(Protocol):
     """An objective. It holds settings only."""
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether ``reference_logprob_S`` is read."""
-        ...
+    def needs(self) -> Needs: ...
 
     def __call__(self, inputs: LossInputs) -> LossOutput: ...
+
+
+LossAt = Callable[[int], Loss]
+"""The loss of an optimizer step, counted from 1: what it weighs may change with it, what it needs does not."""
 
 
 def loss_inputs(
@@ -70,12 +90,9 @@ def loss_inputs(
     logprob_T: Tensor,
     *,
     normaliser: float,
-    reference_logprob_S: Tensor | None = None,
+    reference_logprob_T: Tensor | None = None,
 ) -> LossInputs:
-    """The inputs for ``microbatch``, on the device of ``logprob_T``: its log-probs at ``response``.
-
-    ``reference_logprob_S`` replaces the one in the microbatch, which is NaN where it was never computed.
-    """
+    """The inputs for ``microbatch``, on the device of ``logprob_T``: its log-probs at ``response``."""
     device = logprob_T.device
     mb = microbatch
 
@@ -88,8 +105,9 @@ def loss_inputs(
         group_index_S=torch.as_tensor(mb.group_index, dtype=torch.int64, device=device),
         copies_S=float64(mb.copies),
         reward_S=float64(mb.reward),
-        reference_logprob_S=float64(mb.reference_logprob if reference_logprob_S is None else reference_logprob_S),
-        behaviour_logprob_S=float64(mb.behaviour_logprob),
+        reference_logprob_S=float64(mb.reference_logprob),
+        behaviour_logprob_T=float64(mb.behaviour_logprob[mb.response]),
+        reference_logprob_T=None if reference_logprob_T is None else reference_logprob_T.double(),
         n_groups=mb.n_groups,
         normaliser=normaliser,
     )
@@ -102,14 +120,14 @@ def join_inputs(parts: Sequence[LossInputs]) -> LossInputs:
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(part, name) for part in parts])
 
+    names = ["logprob_T", "behaviour_logprob_T", "group_index_S", "copies_S", "reward_S", "reference_logprob_S"]
+    names += ["reference_logprob_T"] if parts[0].reference_logprob_T is not None else []
     return replace(
         parts[0],
-        logprob_T=joined("logprob_T"),
         sequence_index_T=torch.cat(
             [part.sequence_index_T + int(first) for part, first in zip(parts, first_S, strict=False)]
         ),
-        **{name: joined(name) for name in ("group_index_S", "copies_S", "reward_S", "reference_logprob_S")},
-        behaviour_logprob_S=None if parts[0].behaviour_logprob_S is None else joined("behaviour_logprob_S"),
+        **{name: joined(name) for name in names},
     )
 
 

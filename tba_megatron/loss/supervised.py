@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from tba_megatron.loss.base import LossInputs, LossOutput
+from tba_megatron.loss.base import LossInputs, LossOutput, Needs
 
 
 class SupervisedLoss:
     """-sum(log pi) / ``normaliser``, the global number of response tokens of the step."""
 
-    needs_reference = False
+    needs = Needs()
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         weight_T = inputs.copies_S[inputs.sequence_index_T]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tba_megatron.config_sections import ObjectiveConfig
+from tba_megatron.config_objective import ObjectiveConfig
 from tba_megatron.tasks.base import Task
 from tba_megatron.transport.messages import SampleRollout
 from tba_megatron.types import (

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -13,6 +14,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from tba_megatron.config import Config
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError, ModelError
+from tba_megatron.loss.base import LossAt, ReferenceNeed
+from tba_megatron.loss.registry import make_loss
 from tba_megatron.metrics import MetricLog, open_metric_log
 from tba_megatron.models.architecture import Architecture, ModelShape, check_length
 from tba_megatron.models.registry import read_model
@@ -28,13 +31,15 @@ from tba_megatron.trainer.run_state import ATTEMPTS, read_attempts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What is built from the start model: the policy that learns and the reference that does not."""
+    """What is built from the start model: the policy that learns, and the reference that does not, where the loss reads
+    one."""
 
     architecture: Architecture
     shape: ModelShape
     head: HeadSettings
     policy: Policy
-    reference: Reference
+    loss_at: LossAt
+    reference: Reference | None
 
 
 def build_model(config: Config, groups: Groups) -> Model:
@@ -43,12 +48,15 @@ def build_model(config: Config, groups: Groups) -> Model:
     head = HeadSettings(temperature=config.objective.temperature, vocab_size=shape.vocab_size)
     chunks = build_chunks(shape, trainer, groups)
     load_hf(chunks, architecture, shape, folder, groups)
+    loss_at = partial(make_loss, config.objective, config.search.max_new_tokens)
+    has_reference = loss_at(1).needs.reference is not ReferenceNeed.NONE
     return Model(
         architecture=architecture,
         shape=shape,
         head=head,
         policy=build_policy(chunks, trainer, trainer.optimizer, trainer.steps),
-        reference=Reference(architecture, shape, trainer, folder, head, groups),
+        loss_at=loss_at,
+        reference=Reference(architecture, shape, trainer, folder, head, groups) if has_reference else None,
     )
 
 

@@ -15,7 +15,6 @@ from tba_megatron.config_search import AddressRendezvous, VllmEngineConfig
 from tba_megatron.config_sections import SearcherData, SegmentsConfig
 from tba_megatron.dist import Groups, prepare_weight_groups
 from tba_megatron.errors import TransportError
-from tba_megatron.loss.registry import make_loss
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.build import begin_attempt, build_model, export_policy, open_run_log
@@ -90,7 +89,7 @@ def train(config: Config, groups: Groups) -> int:
             groups=groups,
             policy=model.policy,
             reference=model.reference,
-            loss=make_loss(config.objective.loss),
+            loss_at=model.loss_at,
             head=model.head,
             sampler=sampler,
             shard=shard,
@@ -123,6 +122,7 @@ def _build_shard(config: Config, groups: Groups, vocab_size: int) -> StoredShard
             buffer.per_prompt_rollouts,
             capacity_bytes=max(1, buffer.capacity_bytes // n_shards),
             drop_truncated=config.objective.truncated == "drop",
+            needs_behaviour=config.objective.needs_behaviour,
             vocab_size=vocab_size,
             max_reuse=buffer.max_reuse,
         ),

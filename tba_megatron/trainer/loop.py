@@ -21,7 +21,7 @@ from tba_megatron.config_sections import SearcherData
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError, TbaError
 from tba_megatron.heap import FreedMemory
-from tba_megatron.loss.base import Loss
+from tba_megatron.loss.base import LossAt
 from tba_megatron.packing import Pack, pack
 from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.checkpoint_folder import checkpoints
@@ -69,8 +69,8 @@ class TrainLoop:
         config: Config,
         groups: Groups,
         policy: Policy,
-        reference: Reference,
-        loss: Loss,
+        reference: Reference | None,
+        loss_at: LossAt,
         head: HeadSettings,
         sampler: Sampler,
         shard: StoredShard | None,
@@ -84,7 +84,7 @@ class TrainLoop:
         step: int,
     ) -> None:
         self._config, self._groups, self._policy, self._reference = config, groups, policy, reference
-        self._loss, self._head, self._sampler = loss, head, sampler
+        self._loss_at, self._head, self._sampler = loss_at, head, sampler
         self._shard, self._receiver, self._chief = shard, receiver, chief
         self._publisher, self._prober = publisher, prober
         self._probed: tuple[str, tuple[float, ...]] | None = None  # for the next note
@@ -199,14 +199,16 @@ class TrainLoop:
     def _train(self, plan: StepPlan) -> None:
         started = time.monotonic()
         packs, draw, drawn = self._sample(plan)
-        if self._loss.needs_reference:
-            packs, computed = self._reference.fill(packs)
+        loss, by_token = self._loss_at(plan.step), ()
+        if self._reference is not None:
+            read = self._reference.read(packs, loss.needs.reference)
+            packs, by_token = read.packs, read.by_token
             if self._shard is not None and draw is not None:
-                _store_reference(self._shard, draw, return_to_owners(computed, self._groups))
+                _store_reference(self._shard, draw, return_to_owners(read.computed, self._groups))
         batches = [to_device(p.microbatch, self._groups.device) for p in packs]
         trainer = self._config.trainer
         normaliser = float(trainer.prompts_per_step * trainer.rollouts_per_prompt)
-        done = update(self._policy, batches, self._loss, normaliser, self._head, self._groups)
+        done = update(self._policy, batches, loss, normaliser, self._head, self._groups, reference_logprobs=by_token)
         self._step = plan.step
         self._intake_s = INTAKE_SHARE * (time.monotonic() - started)
         everyone = gather_on_all(drawn, self._groups)
@@ -226,7 +228,8 @@ class TrainLoop:
         if draw is not None and self._shard is not None:
             mine = exchange_groups(draw.batch, self._groups)
             multiple_of = self._groups.tp_size if trainer.sequence_parallel else 1
-            packs = pack(mine, trainer.microbatch_tokens, multiple_of, reference_version=self._reference.version)
+            version = self._reference.version if self._reference is not None else None
+            packs = pack(mine, trainer.microbatch_tokens, multiple_of, reference_version=version)
             tokens = sum(len(p.microbatch.tokens) for p in packs)
             facts = draw_facts(draw, self._shard.shard.rows, self._history, self._step, tokens)
         if self._chief is not None:

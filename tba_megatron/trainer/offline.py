@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from tba_megatron.dist import Groups
-from tba_megatron.loss.base import Loss
+from tba_megatron.loss.base import LossAt
 from tba_megatron.packing import Pack
 from tba_megatron.trainer import checkpoint
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
@@ -72,14 +72,14 @@ class OfflineLoop:
         groups: Groups,
         policy: Policy,
         reference: Reference | None,
-        loss: Loss,
+        loss_at: LossAt,
         head: HeadSettings,
         source: Source,
         saving: Saving,
         state: RunState,
     ) -> None:
         self._groups, self._policy, self._reference = groups, policy, reference
-        self._loss, self._head, self._source, self._saving = loss, head, source, saving
+        self._loss_at, self._head, self._source, self._saving = loss_at, head, source, saving
         self._state = state
         self._signal = 0
 
@@ -123,9 +123,14 @@ class OfflineLoop:
     def _step(self, step: int) -> None:
         started_s = time.monotonic()
         data = self._source.data(step)
-        packs = self._reference.fill(data.packs)[0] if self._reference else data.packs
+        loss, packs, by_token = self._loss_at(step), data.packs, ()
+        if self._reference is not None:
+            read = self._reference.read(data.packs, loss.needs.reference)
+            packs, by_token = read.packs, read.by_token
         batches = [to_device(pack.microbatch, self._groups.device) for pack in packs]
-        done = update(self._policy, batches, self._loss, data.normaliser, self._head, self._groups)
+        done = update(
+            self._policy, batches, loss, data.normaliser, self._head, self._groups, reference_logprobs=by_token
+        )
         skipped = self._state.skipped_steps + done.skipped
         self._state = msgspec.structs.replace(self._state, step=step, skipped_steps=skipped)
         self._source.done(step, done, time.monotonic() - started_s)

@@ -10,7 +10,6 @@ from tba_megatron.config import Config
 from tba_megatron.config_sections import RecordedData
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError, TbaError
-from tba_megatron.loss.registry import make_loss
 from tba_megatron.metrics import MetricLog
 from tba_megatron.models.architecture import ModelShape
 from tba_megatron.packing import Pack, pack
@@ -33,14 +32,13 @@ def train_on_recording(config: Config, data: RecordedData, groups: Groups) -> in
     model = build_model(config, groups)
     folder = config.run.folder
     state = restore(folder / "checkpoints", model.policy, groups)
-    loss = make_loss(config.objective.loss)
     log = open_run_log(config, state.step) if groups.rank == 0 else None
     trainer = config.trainer
     loop = OfflineLoop(
         groups=groups,
         policy=model.policy,
-        reference=model.reference if loss.needs_reference else None,
-        loss=loss,
+        reference=model.reference,
+        loss_at=model.loss_at,
         head=model.head,
         source=_Recorded(config, model.shape, recording, groups, log, state.skipped_steps),
         saving=Saving(
@@ -93,6 +91,7 @@ class _Recorded:
         skipped: int,
     ) -> None:
         self._vocab_size, self._max_length = shape.vocab_size, config.model.max_length
+        self._needs_behaviour = config.objective.needs_behaviour
         self._trainer, self._recording, self._groups, self._log = config.trainer, recording, groups, log
         self._multiple_of = groups.tp_size if config.trainer.sequence_parallel else 1
         self._skipped = skipped
@@ -128,6 +127,11 @@ class _Recorded:
                 f"{trainer.rollouts_per_prompt}) to that"
             )
         for rollout in group.rollouts:
+            if self._needs_behaviour and rollout.behaviour_logprobs is None:
+                raise CheckpointError(
+                    f"{what} has a completion without the log-probs of who wrote it, which the objective reads; record "
+                    f"with search.behaviour_logprobs, or train with another objective.loss"
+                )
             tokens = np.concatenate([group.prompt_token_ids, rollout.token_ids])
             outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
             if len(outside):

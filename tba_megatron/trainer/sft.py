@@ -70,7 +70,7 @@ def warm_start(config: Config, demonstrations: Demonstrations, groups: Groups, l
         groups=groups,
         policy=policy,
         reference=None,
-        loss=SupervisedLoss(),
+        loss_at=lambda _: SupervisedLoss(),
         head=head,
         source=source,
         saving=Saving(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tba_megatron.dist import Groups
 from tba_megatron.kernels.balance import segment_sum
-from tba_megatron.loss.base import Loss, LossOutput, join_inputs, loss_inputs, mean_statistics
+from tba_megatron.loss.base import Loss, LossInputs, LossOutput, join_inputs, loss_inputs, mean_statistics
 from tba_megatron.packing import padding
 from tba_megatron.trainer.head import HeadSettings, forward_responses
 from tba_megatron.trainer.model import Batch, Policy, to_device
@@ -102,12 +102,15 @@ def update(
     normaliser: float,
     head: HeadSettings,
     groups: Groups,
+    *,
+    reference_logprobs: Sequence[Tensor] = (),
 ) -> Update:
     """Forward, backward and one optimizer step over this replica's ``batches``.
 
     ``normaliser`` is the global number of rollouts (or tokens, for the warm start) that the loss is divided by, so
     the gradient does not depend on how groups fall into microbatches and replicas. A non-finite gradient skips the
-    step: no weight changes, on any rank; the schedule goes on.
+    step: no weight changes, on any rank; the schedule goes on. ``reference_logprobs``, [R] a batch on the last stage,
+    are for a loss that reads them by token.
     """
     for chunk in policy.ddp:
         chunk.train()
@@ -116,11 +119,19 @@ def update(
     # Megatron averages over microbatches and over data-parallel ranks; ours is a sum with one global normaliser.
     scale = len(fill_up(batches, len(policy.chunks), groups)) * groups.dp_size
 
-    split = _split_groups(policy, batches, loss, normaliser, head, groups)
+    # On other stages than the last there are none.
+    by_batch = dict(zip(map(id, batches), reference_logprobs, strict=True)) if reference_logprobs else {}
+
+    def inputs_of(logprobs: Tensor, batch: Batch) -> LossInputs:
+        # A microbatch of padding is none of ``batches``, and has no response.
+        reference = by_batch.get(id(batch), logprobs.detach()) if by_batch else None
+        return loss_inputs(batch.host, logprobs, normaliser=normaliser, reference_logprob_T=reference)
+
+    split = _split_groups(policy, batches, loss, inputs_of, head, groups)
 
     def on_logprobs(logprobs: Tensor, batch: Batch) -> tuple[Tensor, LossOutput]:
         if batch.host.split_group < 0:
-            output = loss(loss_inputs(batch.host, logprobs, normaliser=normaliser))
+            output = loss(inputs_of(logprobs, batch))
         else:
             output = LossOutput(loss=(logprobs * split.gradients[id(batch)]).sum(), sums={})
         return (output.loss * scale).float(), output
@@ -146,7 +157,12 @@ class _SplitGroups:
 
 
 def _split_groups(
-    policy: Policy, batches: Sequence[Batch], loss: Loss, normaliser: float, head: HeadSettings, groups: Groups
+    policy: Policy,
+    batches: Sequence[Batch],
+    loss: Loss,
+    inputs_of: Callable[[Tensor, Batch], LossInputs],
+    head: HeadSettings,
+    groups: Groups,
 ) -> _SplitGroups:
     """The exact two-pass mode: log-probs of all parts first, without gradient; then the loss of each whole group.
 
@@ -163,7 +179,7 @@ def _split_groups(
     gradients: dict[int, Tensor] = {}
     outputs = []
     for members in by_group.values():
-        inputs = [loss_inputs(batch.host, leaf, normaliser=normaliser) for batch, leaf in members]
+        inputs = [inputs_of(leaf, batch) for batch, leaf in members]
         output = loss(join_inputs(inputs))
         found = torch.autograd.grad(output.loss, [leaf for _, leaf in members])
         gradients |= {id(batch): gradient for (batch, _), gradient in zip(members, found, strict=True)}

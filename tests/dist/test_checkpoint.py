@@ -21,7 +21,7 @@ from ranks import run_ranks
 from tba_megatron.buffer.ledger import combine
 from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.buffer.stored_shard import StoredShard
-from tba_megatron.config_sections import CosineSchedule
+from tba_megatron.config_sections import CosineSchedule, WsdSchedule
 from tba_megatron.errors import CheckpointError
 from tba_megatron.rollout_batch import RolloutBatch
 from tba_megatron.trainer import checkpoint
@@ -107,6 +107,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(sizes, model, tmp_path):
     # Two steps of warm-up and a cosine to a tenth at step 8: a schedule that a resume advances twice would be ahead.
     decayed = [0.001 + 0.009 * (1 + math.cos(math.pi * t / 6)) / 2 for t in range(5)]
     assert whole[0].rates == pytest.approx([0.005, *decayed])
+
+
+def test_a_rate_warms_up_stays_and_decays(model):
+    schedule = WsdSchedule(warmup_steps=2, decay_steps=8, anneal_steps=4, final_fraction=0.1)
+    trainer = tiny.trainer_config(optimizer=tiny.OPTIMIZER.model_copy(update={"schedule": schedule}))
+    (trained,) = run_ranks(tiny.train_on_rank, trainer, model, model, [tiny.train_groups(1)] * 9)
+    peak = tiny.OPTIMIZER.learning_rate
+    annealed = [0.1 + 0.9 * (1 + math.cos(math.pi * t / 4)) / 2 for t in range(1, 5)]
+    assert trained.rates == pytest.approx([peak * share for share in (0.5, 1, 1, 1, *annealed, 0.1)])
 
 
 @pytest.mark.parametrize(

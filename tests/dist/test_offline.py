@@ -15,6 +15,7 @@ import torch
 from ranks import run_ranks
 
 from tba_megatron.config import Config
+from tba_megatron.config_objective import Grpo, ObjectiveConfig
 from tba_megatron.errors import CheckpointError
 from tba_megatron.metrics import JsonlWriter, MetricLog
 from tba_megatron.models.tokenizer import HfTokenizer
@@ -253,3 +254,25 @@ def test_a_recording_that_this_model_cannot_train_on_is_one_line(sizes, group, w
 
     for message in run_ranks(body, **sizes):
         assert message.startswith("step 1 of the recording: prompt p") and words in message and "\n" not in message
+
+
+def test_an_objective_of_ratios_refuses_a_recording_without_behaviour_logprobs(model, tmp_path):
+    blind = [
+        dataclasses.replace(
+            g, rollouts=tuple(dataclasses.replace(r, behaviour_logprobs=None) for r in g.rollouts)
+        )
+        for g in tiny.train_groups(4, seed=1)
+    ]
+    for name, groups in (("blind", blind), ("whole", tiny.train_groups(4, seed=1))):
+        recorder = Recorder(tmp_path / name, 0, 1, 1)
+        recorder.write(1, RolloutBatch.of_train_groups(groups))
+        recorder.close()
+    grpo = {"objective": ObjectiveConfig(loss=Grpo(beta=0.1))}
+
+    def body(groups, name):
+        made = replay_config(tmp_path / f"run-{name}", model, tmp_path / name, {}, steps=1).model_copy(update=grpo)
+        return replay(groups, made)
+
+    with pytest.raises(AssertionError, match="has a completion without the log-probs of who wrote it"):
+        run_ranks(body, "blind")
+    assert run_ranks(body, "whole") == [0]

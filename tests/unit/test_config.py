@@ -77,7 +77,7 @@ def test_every_problem_is_reported_at_once_with_file_line_key_and_value(tmp_path
         "F:6: task.kind = cpy: unknown; did you mean copy",
         "F:16: sft.steps = many: should be a valid integer, unable to parse string as an integer",
         "F:13: objective.loss.beta = -1: should be greater than 0",
-        "F:14: objective.loss.alpha = 2: unknown key; the keys here are kind, beta",
+        "F:14: objective.loss.alpha = 2: unknown key; the keys here are beta, beta_schedule, kind",
     ]
 
 
@@ -108,7 +108,8 @@ def test_a_missing_key_is_reported_at_the_section_that_lacks_it(tmp_path):
     assert problems_of(tmp_path, text) == [
         "F:1: run.folder: missing",
         "F: trainer: missing",
-        "F:5: objective.loss.kind: missing; choose one of tb_vargrad, tba_prime",
+        "F:5: objective.loss.kind: missing; choose one of tb_vargrad, tba_prime, kimi_k2, oapl, rloo, proximal_rloo, "
+        "ppo_clip, grpo, dr_grpo, online_dpo",
     ]
 
 
@@ -187,8 +188,8 @@ def test_a_run_folder_keeps_its_configuration_and_refuses_another(file, tmp_path
         store_config(other, folder)
     assert str(caught.value) == (
         f"run folder {folder} holds another configuration: run.seed is 0 there and 3 here, "
-        f"objective.loss.kind is tb_vargrad there and tba_prime here, "
-        f"objective.loss.beta is 0.1 there and 0.5 here; choose another run.folder or remove this one"
+        f"objective.loss.beta is 0.1 there and 0.5 here, objective.loss.kind is tb_vargrad there and tba_prime here; "
+        f"choose another run.folder or remove this one"
     )
     assert load_config(folder / "config.yaml") == load_config(file)
 
@@ -232,6 +233,60 @@ def test_settings_of_searchers_that_cannot_work_are_refused(overrides, message, 
     with pytest.raises(ConfigError) as caught:
         load_config(file, overrides)
     assert message in str(caught.value)
+
+
+GRPO, BEHAVIOUR = "objective.loss={kind: grpo}", "search.behaviour_logprobs=true"
+DPO, RLOO = "objective.loss={kind: online_dpo}", "objective.loss={kind: rloo}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [GRPO],
+            "objective.loss: grpo reads the log-probs of the policy that wrote a completion; set search.behaviour",
+        ),
+        (
+            [RLOO, "objective.guards.lost_negative_ratio=0.5"],
+            "objective.guards.lost_negative_ratio: it reads the log-pr",
+        ),
+        ([GRPO, BEHAVIOUR, "search.temperature=0.7"], "sampled as objective.temperature (1) says"),
+        ([GRPO, BEHAVIOUR, "search.top_p=0.9"], "top_p to 1"),
+        ([GRPO, BEHAVIOUR, "search.sources={hot: {temperature: 1.5}}"], "and those of search.sources"),
+        ([GRPO, BEHAVIOUR, "search.engine={kind: fake}"], "which the fake engine has not; choose vllm"),
+        ([DPO, "objective.guards.negative_weight=0.5"], "online_dpo compares completions and has no advantages"),
+        (
+            [
+                "objective.loss={kind: proximal_rloo}",
+                BEHAVIOUR,
+                "objective.guards={by_token: true, lost_negative_ratio: 0.5}",
+            ],
+            "proximal_rloo has one ratio for a whole completion",
+        ),
+        (["objective.guards.by_token=true"], "it has no effect without lost_negative_ratio"),
+        (["objective.loss={kind: ppo_clip, dual_clip: 1}", BEHAVIOUR], "objective.loss.dual_clip: at 1 or less"),
+    ],
+)
+def test_objectives_that_cannot_work_are_refused(overrides, message, file):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    (problem,) = caught.value.problems
+    assert message in problem
+
+
+def test_a_schedule_whose_phases_do_not_fit_is_one_line(file):
+    schedule = "trainer.optimizer.schedule={kind: wsd, warmup_steps: 60, decay_steps: 100, anneal_steps: 50}"
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [schedule])
+    (problem,) = caught.value.problems
+    assert "more than decay_steps (100); raise decay_steps to at least 110" in problem
+
+
+def test_objectives_with_what_they_read_are_accepted(file):
+    load_config(file, [GRPO, BEHAVIOUR])
+    load_config(file, [GRPO, "trainer.data={kind: recording, folder: r}", "search.engine={kind: fake}"])
+    load_config(file, [GRPO, BEHAVIOUR, "search.temperature=0.7", "objective.temperature=0.7"])
+    load_config(file, [RLOO, "search.top_p=0.9", "objective.guards.negative_weight=0.3"])
 
 
 def test_a_run_may_go_on_with_other_parallel_sizes(file, tmp_path):

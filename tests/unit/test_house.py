@@ -14,7 +14,7 @@ FILES = sorted(path for folder in ("tba_megatron", "megatron_patches") for path 
 FLOORS = [
     {"types", "errors", "ragged", "untrusted"},
     {"rollout_batch", "config_sections"},
-    {"config_search"},
+    {"config_objective", "config_search"},
     {"config"},
     {"config_load"},
     {"config_agree"},

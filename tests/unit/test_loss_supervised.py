@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tba_megatron.loss.base import loss_inputs, mean_statistics
+from tba_megatron.loss.base import Needs, loss_inputs, mean_statistics
 from tba_megatron.loss.supervised import SupervisedLoss
 from tba_megatron.packing import demonstration_groups, pack_into
 
@@ -49,4 +49,4 @@ def test_splitting_over_microbatches_changes_nothing(n_microbatches):
 
 
 def test_it_needs_no_reference():
-    assert not SupervisedLoss().needs_reference
+    assert SupervisedLoss().needs == Needs()

@@ -185,11 +185,12 @@ def test_a_reference_of_another_version_is_left_out():
         np.testing.assert_array_equal(p.microbatch.reference_logprob, [expected_first, math.nan])
 
 
-def test_behaviour_logprobs_are_summed():
+def test_behaviour_logprobs_lie_where_their_tokens_are_predicted():
     make = RolloutFactory()
     group = train_group("p", [make.rollout([1, 2], behaviour_logprobs=np.float32([-1, -2])), make.rollout(3)])
     (p,) = pack([group], 100)
-    np.testing.assert_array_equal(p.microbatch.behaviour_logprob, [math.nan, -3.0])
+    nan = math.nan  # of a completion without them, and of what is no part of a completion
+    np.testing.assert_array_equal(p.microbatch.behaviour_logprob, np.float32([nan, nan, -1, -2, nan]))
 
 
 def test_values_find_their_rollout_and_a_wrong_number_of_them_is_an_error():

@@ -6,72 +6,32 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_cases import assert_same, gradient_of, inputs_of, numbers, permuted, random_inputs
 from rollout_factory import RolloutFactory, as_batch, as_group, train_group
 
-from tba_megatron import config_sections
 from tba_megatron.buffer.shard import ReplayShard
-from tba_megatron.loss.balance import TbaPrimeLoss, TbVarGradLoss
-from tba_megatron.loss.base import LossInputs, LossOutput, loss_inputs, mean_statistics
-from tba_megatron.loss.registry import LOSSES, make_loss
+from tba_megatron.loss.base import LossInputs, loss_inputs, mean_statistics
+from tba_megatron.loss.guards import Guards
+from tba_megatron.loss.regression import TbaPrime, TbVarGrad
 from tba_megatron.packing import pack, pack_into
 
 BETA = 0.3
-BOTH = pytest.mark.parametrize("loss_class", [TbVarGradLoss, TbaPrimeLoss])
-
-
-def inputs_of(
-    lengths: list[int],
-    groups: list[int],
-    rewards: list[float],
-    *,
-    copies: list[int] | None = None,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float64,
-) -> LossInputs:
-    """A microbatch with random log-probs."""
-    generator = torch.Generator().manual_seed(seed)
-    n_sequences = len(lengths)
-    copies_S = torch.tensor(copies or [1] * n_sequences, dtype=torch.float64)
-    logprob_T = -torch.rand(sum(lengths), generator=generator, dtype=torch.float64).to(dtype)
-    return LossInputs(
-        logprob_T=logprob_T.requires_grad_(),
-        sequence_index_T=torch.repeat_interleave(torch.arange(n_sequences), torch.tensor(lengths)),
-        group_index_S=torch.tensor(groups),
-        copies_S=copies_S,
-        reward_S=torch.tensor(rewards, dtype=torch.float64),
-        reference_logprob_S=-2 * torch.rand(n_sequences, generator=generator, dtype=torch.float64),
-        n_groups=max(groups) + 1,
-        normaliser=float(copies_S.sum()),
-    )
-
-
-def random_inputs(seed: int, *, max_length: int = 5) -> LossInputs:
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(1, 6, size=rng.integers(1, 5))
-    groups = rng.permutation(np.repeat(np.arange(len(sizes)), sizes)).tolist()
-    n = len(groups)
-    return inputs_of(
-        rng.integers(0, max_length + 1, n).tolist(),
-        groups,
-        rng.integers(0, 2, n).astype(float).tolist(),
-        copies=rng.integers(1, 4, n).tolist(),
-        seed=seed,
-    )
+OFF = Guards()
+# What rests on behaviour log-probs, of which these inputs have none.
+DRIFT = [
+    "drift_rollouts",
+    "drift",
+    "abs_drift",
+    "ratio",
+    "ratio_square",
+    "negative_push",
+    "lost_push",
+]
+BOTH = pytest.mark.parametrize("loss_class", [TbVarGrad, TbaPrime])
 
 
 def gradient(loss_class, inputs: LossInputs, beta: float = BETA) -> torch.Tensor:
-    logprob_T = inputs.logprob_T.detach().requires_grad_()
-    loss_class(beta)(replace(inputs, logprob_T=logprob_T)).loss.backward()
-    assert logprob_T.grad is not None
-    return logprob_T.grad
-
-
-def numbers(output: LossOutput) -> dict[str, float]:
-    return {name: float(value) for name, value in (output.sums | output.maxima).items()}
-
-
-def assert_same(a: dict[str, float], b: dict[str, float]) -> None:
-    assert a == pytest.approx(b, abs=1e-12)
+    return gradient_of(loss_class(beta, OFF), inputs)
 
 
 # The loss
@@ -84,11 +44,11 @@ def test_a_case_computed_by_hand():
         reference_logprob_S=torch.tensor([-2.0, -1.5], dtype=torch.float64),
     )
     # kl = 0.5, -0.5; r / beta = 2, 0; log Z = mean(1.5, 0.5) = 1; residual = -0.5, 0.5
-    output = TbVarGradLoss(0.5)(inputs)
+    output = TbVarGrad(0.5, OFF)(inputs)
     assert output.loss.item() == pytest.approx(0.5 / 2 * 0.25)
     # advantage = -beta * residual = 0.25, -0.25; gradient = -advantage / 2
-    assert gradient(TbVarGradLoss, inputs, 0.5).tolist() == pytest.approx([-0.125, -0.125, 0.125])
-    prime = TbaPrimeLoss(0.5)(inputs)
+    assert gradient(TbVarGrad, inputs, 0.5).tolist() == pytest.approx([-0.125, -0.125, 0.125])
+    prime = TbaPrime(0.5, OFF)(inputs)
     assert prime.loss.item() == pytest.approx(-(0.25 * -1.5 + -0.25 * -2.0) / 2)
     for out in (output, prime):
         assert mean_statistics({k: float(v) for k, v in out.sums.items()}) == pytest.approx(
@@ -102,12 +62,15 @@ def test_a_case_computed_by_hand():
                 "reward": 0.5,
                 "abs_advantage": 0.25,
                 "completion_tokens": 1.5,
+                "log_z_square": 1.0,
+                **dict.fromkeys(DRIFT, 0.0),
                 "equal_rewards": 0.0,
             }
         )
         assert {k: float(v) for k, v in out.maxima.items()} == {
             "max_abs_advantage": 0.25,
             "max_completion_tokens": 2.0,
+            "tau": 0.5,
         }
 
 
@@ -132,8 +95,8 @@ def test_the_gradient_is_that_of_finite_differences():
             terms.append(float(inputs.reward_S[s] / BETA - kl))
             weights.append(float(inputs.copies_S[s]))
         log_z_S[members] = float(np.average(terms, weights=weights))
-    assert float(loss_of(base, log_z_S)) == pytest.approx(TbVarGradLoss(BETA)(inputs).loss.item())
-    h, found = 1e-5, gradient(TbVarGradLoss, inputs)
+    assert float(loss_of(base, log_z_S)) == pytest.approx(TbVarGrad(BETA, OFF)(inputs).loss.item())
+    h, found = 1e-5, gradient(TbVarGrad, inputs)
     for t in range(len(base)):
         step = torch.zeros_like(base)
         step[t] = h
@@ -144,8 +107,8 @@ def test_the_gradient_is_that_of_finite_differences():
 def test_letting_the_gradient_through_log_z_changes_nothing():
     """Finite differences of the whole loss, log Z moving too: the residuals of a group sum to zero."""
     inputs = random_inputs(4)
-    loss = TbVarGradLoss(BETA)
-    h, found = 1e-5, gradient(TbVarGradLoss, inputs)
+    loss = TbVarGrad(BETA, OFF)
+    h, found = 1e-5, gradient(TbVarGrad, inputs)
     for t in range(len(inputs.logprob_T)):
         values = []
         for sign in (1, -1):
@@ -159,7 +122,7 @@ def test_letting_the_gradient_through_log_z_changes_nothing():
 @settings(max_examples=30)
 def test_both_objectives_have_one_gradient(seed):
     inputs = random_inputs(seed)
-    torch.testing.assert_close(gradient(TbVarGradLoss, inputs), gradient(TbaPrimeLoss, inputs))
+    torch.testing.assert_close(gradient(TbVarGrad, inputs), gradient(TbaPrime, inputs))
 
 
 @pytest.mark.parametrize("beta", [0.014, 0.3, 2.0])
@@ -175,7 +138,7 @@ def test_the_plain_squared_loss_is_two_over_beta_times_reinforce_with_kl_in_the_
         advantage = regularised_S[members] - regularised_S[members].mean()
         reinforce = reinforce - (advantage * logprob_S[members]).sum() / inputs.normaliser
     reinforce.backward()
-    plain_squared = gradient(TbVarGradLoss, inputs, beta) / (beta / 2)
+    plain_squared = gradient(TbVarGrad, inputs, beta) / (beta / 2)
     torch.testing.assert_close(plain_squared, 2 / beta * logprob_T.grad)
 
 
@@ -185,7 +148,7 @@ def test_adding_a_constant_to_the_rewards_of_a_group_changes_no_gradient(loss_cl
     shift_S = torch.tensor([3.0, -7.0, 11.0, 0.5])[inputs.group_index_S % 4].double()
     shifted = replace(inputs, reward_S=inputs.reward_S + shift_S)
     torch.testing.assert_close(gradient(loss_class, shifted), gradient(loss_class, inputs))
-    assert loss_class(BETA)(shifted).loss.item() == pytest.approx(loss_class(BETA)(inputs).loss.item())
+    assert loss_class(BETA, OFF)(shifted).loss.item() == pytest.approx(loss_class(BETA, OFF)(inputs).loss.item())
 
 
 @BOTH
@@ -195,21 +158,7 @@ def test_query_major_and_interleaved_groups_give_the_same(loss_class):
     order = torch.tensor([0, 3, 1, 4, 2, 5])
     mixed = permuted(major, order)
     assert mixed.group_index_S.tolist() == [0, 1, 0, 1, 0, 1]
-    assert_same(numbers(loss_class(BETA)(mixed)), numbers(loss_class(BETA)(major)))
-
-
-def permuted(inputs: LossInputs, order: torch.Tensor) -> LossInputs:
-    """Sequences in another order; the tokens stay where they are."""
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order))
-    return replace(
-        inputs,
-        sequence_index_T=place[inputs.sequence_index_T],
-        group_index_S=inputs.group_index_S[order],
-        copies_S=inputs.copies_S[order],
-        reward_S=inputs.reward_S[order],
-        reference_logprob_S=inputs.reference_logprob_S[order],
-    )
+    assert_same(numbers(loss_class(BETA, OFF)(mixed)), numbers(loss_class(BETA, OFF)(major)))
 
 
 @BOTH
@@ -221,7 +170,7 @@ def test_permuting_sequences_and_renaming_groups_changes_nothing(loss_class, see
     new = permuted(inputs, torch.randperm(inputs.n_sequences, generator=generator))
     names = torch.randperm(inputs.n_groups, generator=generator)
     new = replace(new, group_index_S=names[new.group_index_S])
-    assert_same(numbers(loss_class(BETA)(new)), numbers(loss_class(BETA)(inputs)))
+    assert_same(numbers(loss_class(BETA, OFF)(new)), numbers(loss_class(BETA, OFF)(inputs)))
     torch.testing.assert_close(gradient(loss_class, new), gradient(loss_class, inputs))
 
 
@@ -233,7 +182,7 @@ def test_three_copies_equal_three_equal_sequences(loss_class):
         logprob_T=torch.cat([one.logprob_T[:2]] * 3 + [one.logprob_T[2:]]).detach().requires_grad_(),
         reference_logprob_S=one.reference_logprob_S[[0, 0, 0, 1]],
     )
-    assert_same(numbers(loss_class(BETA)(one)), numbers(loss_class(BETA)(three)))
+    assert_same(numbers(loss_class(BETA, OFF)(one)), numbers(loss_class(BETA, OFF)(three)))
     grad = gradient(loss_class, three)
     assert gradient(loss_class, one).tolist() == pytest.approx(
         (grad[0:2] + grad[2:4] + grad[4:6]).tolist() + grad[6:].tolist()
@@ -246,16 +195,17 @@ def test_the_loss_is_zero_exactly_at_the_optimum():
         inputs,
         logprob_T=torch.zeros(inputs.n_sequences, dtype=torch.float64, requires_grad=True),
         sequence_index_T=torch.arange(inputs.n_sequences),
+        behaviour_logprob_T=torch.full((inputs.n_sequences,), math.nan, dtype=torch.float64),
     )
     log_z_G = torch.linspace(-3, 3, inputs.n_groups, dtype=torch.float64)
     optimum = inputs.reference_logprob_S + inputs.reward_S / BETA - log_z_G[inputs.group_index_S]
     at_optimum = replace(inputs, logprob_T=optimum)
-    assert TbVarGradLoss(BETA)(at_optimum).loss.item() == pytest.approx(0, abs=1e-25)
-    assert gradient(TbVarGradLoss, at_optimum).abs().max().item() < 1e-12
+    assert TbVarGrad(BETA, OFF)(at_optimum).loss.item() == pytest.approx(0, abs=1e-25)
+    assert gradient(TbVarGrad, at_optimum).abs().max().item() < 1e-12
     moved = optimum.clone()
     in_company = torch.bincount(inputs.group_index_S)[inputs.group_index_S] > 1
     moved[int(in_company.nonzero()[0])] += 0.1
-    assert TbVarGradLoss(BETA)(replace(inputs, logprob_T=moved)).loss.item() > 1e-6
+    assert TbVarGrad(BETA, OFF)(replace(inputs, logprob_T=moved)).loss.item() > 1e-6
 
 
 # Through packing
@@ -268,7 +218,7 @@ def packed_gradients(loss_class, packs, logprobs, normaliser: float) -> tuple[di
         mb = p.microbatch
         per_sequence = [logprobs[r] for r in p.rollout_ids]
         logprob_T = torch.cat(per_sequence).requires_grad_()
-        output = loss_class(BETA)(loss_inputs(mb, logprob_T, normaliser=normaliser))
+        output = loss_class(BETA, OFF)(loss_inputs(mb, logprob_T, normaliser=normaliser))
         output.loss.backward()
         parts = logprob_T.grad.split([len(x) for x in per_sequence])
         grads |= dict(zip(p.rollout_ids, [g.tolist() for g in parts], strict=True))
@@ -312,19 +262,9 @@ def test_a_group_with_one_reward_that_is_not_a_number_gives_a_finite_loss():
     rows, sizes = shard.rows_of(np.array([shard.prompts.number("p")]))
     held = shard.batch(np.array([shard.prompts.number("p")]), sizes, rows, np.ones(len(rows))).groups()[0].rollouts
     (p,) = pack([replace(group, rollouts=tuple(held), copies=(1,) * len(held))], 100)
-    output = TbVarGradLoss(BETA)(loss_inputs(p.microbatch, torch.full((3,), -0.5, requires_grad=True), normaliser=3))
+    output = TbVarGrad(BETA, OFF)(loss_inputs(p.microbatch, torch.full((3,), -0.5, requires_grad=True), normaliser=3))
     assert math.isfinite(output.loss.item())
     assert shard.counts().invalid == 1
-
-
-def test_a_recomputed_reference_replaces_the_unknown_one():
-    make = RolloutFactory()
-    (p,) = pack([train_group("p", [make.rollout([1], reward=1.0), make.rollout([2])])], 100)
-    reference_S = torch.tensor([-1.0, -2.0], dtype=torch.float64)
-    logprob_T = torch.zeros(2, requires_grad=True)
-    inputs = loss_inputs(p.microbatch, logprob_T, normaliser=2, reference_logprob_S=reference_S)
-    assert torch.equal(inputs.reference_logprob_S, reference_S)
-    assert math.isfinite(TbVarGradLoss(BETA)(inputs).loss.item())
 
 
 # What must stay finite
@@ -343,7 +283,7 @@ def test_a_recomputed_reference_replaces_the_unknown_one():
     ids=["all empty", "one empty", "K identical", "sizes differ, equal rewards", "large rewards"],
 )
 def test_everything_is_finite(loss_class, inputs):
-    output = loss_class(BETA)(inputs)
+    output = loss_class(BETA, OFF)(inputs)
     assert all(map(math.isfinite, numbers(output).values()))
     assert gradient(loss_class, inputs).isfinite().all()
 
@@ -359,9 +299,9 @@ def test_equal_rewards_still_push_towards_the_reference_by_intention():
         reference_logprob_S=torch.tensor([-1.0, -1.0], dtype=torch.float64),
         logprob_T=torch.tensor([-0.5, -3.0], dtype=torch.float64),
     )
-    output = TbVarGradLoss(BETA)(inputs)
+    output = TbVarGrad(BETA, OFF)(inputs)
     assert float(output.sums["group/equal_rewards"]) == 1
-    too_likely, too_rare = gradient(TbVarGradLoss, inputs).tolist()
+    too_likely, too_rare = gradient(TbVarGrad, inputs).tolist()
     assert too_likely > 0 > too_rare  # a descent step lowers the first and raises the second
 
 
@@ -369,20 +309,13 @@ def test_equal_rewards_still_push_towards_the_reference_by_intention():
 def test_long_completions_are_summed_in_float64(loss_class):
     inputs = inputs_of([50_000, 1], [0, 0], [1.0, 0.0], dtype=torch.float32)
     exact = replace(inputs, logprob_T=inputs.logprob_T.detach().double())
-    found, expected = numbers(loss_class(BETA)(inputs)), numbers(loss_class(BETA)(exact))
+    found, expected = numbers(loss_class(BETA, OFF)(inputs)), numbers(loss_class(BETA, OFF)(exact))
     assert found == pytest.approx(expected, rel=1e-12)
     assert gradient(loss_class, inputs).dtype == torch.float32
 
 
 def test_statistics_carry_no_gradient():
-    output = TbVarGradLoss(BETA)(random_inputs(1))
+    output = TbVarGrad(BETA, OFF)(random_inputs(1))
     assert output.loss.requires_grad
     assert not any(value.requires_grad for value in (output.sums | output.maxima).values())
     assert all(value.shape == () for value in (output.sums | output.maxima).values())
-
-
-def test_every_configured_objective_has_a_loss():
-    assert isinstance(make_loss(config_sections.TbVarGrad(beta=0.1)), TbVarGradLoss)
-    assert isinstance(make_loss(config_sections.TbaPrime(beta=0.1)), TbaPrimeLoss)
-    assert set(LOSSES) == {"tb_vargrad", "tba_prime"}
-    assert all(loss(1.0).needs_reference for loss in LOSSES.values())

@@ -1,0 +1,39 @@
+"""Objectives that read the log-probs of the policy that wrote a completion, with real engines."""
+
+import pytest
+from chaos import start_model
+from launching import ledger_gap, records, summary_of, tba
+
+pytestmark = pytest.mark.slow
+
+COMMON = ("sft.steps=0", "trainer.steps=4", "evaluation.problems=16", "search.behaviour_logprobs=true")
+LOCK_STEP = ("weights.mode=sync", "weights.publish_every_steps=1", "search.in_flight=recompute", "buffer.max_reuse=1")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return start_model(tmp_path_factory.mktemp("start"))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "{kind: grpo, beta: 0.01}",
+        "{kind: dr_grpo}",
+        "{kind: ppo_clip}",
+        "{kind: proximal_rloo, beta: 0.01}",
+        "{kind: kimi_k2, tau: 0.1}",
+        "{kind: oapl, tau: 0.1}",
+        "{kind: rloo}",
+        "{kind: online_dpo}",
+    ],
+)
+def test_on_fresh_data_the_engine_and_the_trainer_agree_on_every_ratio(loss, start, tmp_path):
+    done = tba("launch", tmp_path / "run", *COMMON, *LOCK_STEP, *start, f"objective.loss={loss}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = summary_of(tmp_path / "run")
+    assert (summary["complete"], summary["steps"], ledger_gap(summary)) == (True, 4, 0)
+    assert list(records(tmp_path / "run", "age/max").values()) == [0, 0, 0, 0]
+    drifts, shares = (list(records(tmp_path / "run", f"policy/{name}").values()) for name in ("abs_drift", "ess_frac"))
+    assert len(drifts) == 4 and max(drifts) < 1e-4  # nats of a completion
+    assert shares == pytest.approx([1.0] * 4, abs=1e-6)
