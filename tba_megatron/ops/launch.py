@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from tba_megatron.ops.run_lock import alone_in, make_run_folder
 from tba_megatron.ops.summary import SUMMARY, is_complete, print_summary, read_summary, summarise, write_summary
 from tba_megatron.ops.supervise import Supervisor
 from tba_megatron.trainer.result import read_result
-from tba_megatron.transport.rendezvous import HELD, remove_rendezvous
+from tba_megatron.transport.rendezvous import remove_held, remove_rendezvous
 from tba_megatron.transport.sockets import remove_sockets
 
 
@@ -94,8 +93,7 @@ def _alone_in(folder: Path, stream: TextIO) -> Iterator[int]:
 def _clear(folder: Path) -> None:
     """No role lives: what trainers have left, and the versions that were held for searchers that started."""
     _clear_of_trainers(folder)
-    for held in folder.glob(f"weights/{HELD}*"):
-        shutil.rmtree(held, ignore_errors=True)
+    remove_held(folder / "weights")
 
 
 def _clear_of_trainers(folder: Path) -> None:

@@ -33,7 +33,7 @@ from tba_megatron.trainer.run_state import RunState
 from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.fleet import FleetSettings
 from tba_megatron.transport.registry import PromptLeases
-from tba_megatron.transport.rendezvous import Rendezvous, withdraw_rendezvous, write_rendezvous
+from tba_megatron.transport.rendezvous import Rendezvous, remove_held, withdraw_rendezvous, write_rendezvous
 from tba_megatron.transport.rollouts import RolloutReceiver, owner_of
 from tba_megatron.transport.sockets import listen_at, new_secret, read_secret, remove_sockets
 from tba_megatron.transport.weight_files import remove_old, version_folder, write_marker
@@ -105,6 +105,8 @@ def train(config: Config, groups: Groups) -> int:
         code = loop.run()
         if loop.complete:
             export_policy(config, model.policy.chunks, groups, config.run.folder / "hf")
+            if groups.rank == 0:
+                remove_held(weights)
         if chief is not None:
             write_result(config.run.folder, chief.result(loop.version.step))
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -55,3 +56,9 @@ def withdraw_rendezvous(folder: Path, token: str) -> None:
     found = read_rendezvous(folder)
     if found is not None and found.token == token:
         remove_rendezvous(folder)
+
+
+def remove_held(weights: Path) -> None:
+    """The versions that were held for searchers while those started: one that is killed meanwhile leaves its own."""
+    for held in weights.glob(f"{HELD}*"):
+        shutil.rmtree(held, ignore_errors=True)
