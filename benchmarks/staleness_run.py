@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 CONFIG = "configs/quickstart.yaml"
 WARM_UP, DECAY = 20, 0.1  # of the learning rate: steps, and what is left of the peak at the end
+RESET_EVERY = 50  # steps; of the one objective that is held to a reference of a while ago
 CHOICE, HELD_OUT = 1000, 2000  # held-out problems: to choose a learning rate by, and other ones to report
 CURVE = 4  # times that accuracy is measured on the way
 DIAGNOSTICS = ("abs_drift", "lost_push", "ess_frac", "clipped", "kl", "reward", "grad_norm")
@@ -69,6 +70,7 @@ class Cell:
                 f"run.seed={self.seed}",
                 f"objective.loss={self.loss}",
                 f"objective.guards={self.guards}",
+                f"objective.reference.reset_every_steps={RESET_EVERY if 'kimi_k15' in self.loss else 0}",
                 f"trainer.steps={self.steps}",
                 f"trainer.optimizer.learning_rate={self.learning_rate}",
                 f"trainer.optimizer.schedule={schedule}",
@@ -216,13 +218,15 @@ class _Run:
             for group in train_groups
             for rollout, copies in zip(group.rollouts, group.copies, strict=True)
         ]
-        packs, by_token = pack(train_groups, trainer.microbatch_tokens, reference_version=0), ()
-        loss = self._loss(step)
+        loss, by_token = self._loss(step), ()
+        packs = pack(train_groups, trainer.microbatch_tokens)
         if model.reference is not None:
             read = model.reference.read(packs, loss.needs.reference)
             packs, by_token = read.packs, read.by_token
         batches = [to_device(each.microbatch, self._groups.device) for each in packs]
         done = update(model.policy, batches, loss, float(n * k), model.head, self._groups, reference_logprobs=by_token)
+        if model.reference is not None:
+            model.reference.step_made(step)
         return done, sum(ages) / (n * k)
 
     def _loss(self, step: int) -> Loss:

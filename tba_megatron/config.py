@@ -11,7 +11,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from tba_megatron.config_objective import ObjectiveConfig, OnlineDpo, PpoClip, ProximalRloo
+from tba_megatron.config_objective import KimiK15, ObjectiveConfig, OnlineDpo, PpoClip, ProximalRloo
 from tba_megatron.config_search import (
     MAIN_SOURCE,
     AddressRendezvous,
@@ -192,6 +192,11 @@ class Config(Section):
             (
                 isinstance(o.loss, OnlineDpo) and o.guards != type(o.guards)(),
                 "objective.guards: online_dpo compares completions and has no advantages to guard; leave guards out",
+            ),
+            (
+                isinstance(o.loss, KimiK15) and o.reference.reset_every_steps == 0,
+                "objective.reference.reset_every_steps: kimi_k15 is held to the policy of the last reset, and 0 never "
+                "resets; set it to the steps of an iteration, or choose tb_vargrad",
             ),
             (
                 o.guards.by_token and o.guards.lost_negative_ratio == 0.0,

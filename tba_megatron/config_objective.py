@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from tba_megatron.config_sections import Count, Fraction, NonNegative, Positive, Section
+from tba_megatron.config_sections import Count, CountOrZero, Fraction, NonNegative, Positive, Section
 
 
 class ConstantBeta(Section):
@@ -63,6 +63,14 @@ class TbaPrime(Annealed):
     """TBA' (Eq. 7): - stop_grad(advantage) * log pi, with the KL to the reference in the reward."""
 
     kind: Literal["tba_prime"] = "tba_prime"
+
+
+class KimiK15(Section):
+    """Kimi K1.5: least squares, held to the policy of the last reset of the reference."""
+
+    kind: Literal["kimi_k15"] = "kimi_k15"
+    tau: Positive
+    """Reward units per nat of log pi / pi_ref."""
 
 
 class KimiK2(Section):
@@ -136,7 +144,7 @@ class OnlineDpo(Section):
 
 
 Objective = Annotated[
-    TbVarGrad | TbaPrime | KimiK2 | Oapl | Rloo | ProximalRloo | PpoClip | Grpo | DrGrpo | OnlineDpo,
+    TbVarGrad | TbaPrime | KimiK15 | KimiK2 | Oapl | Rloo | ProximalRloo | PpoClip | Grpo | DrGrpo | OnlineDpo,
     Field(discriminator="kind"),
 ]
 
@@ -154,8 +162,20 @@ class GuardsConfig(Section):
     """``lost_negative_ratio`` looks at each token alone, not at whole completions."""
 
 
+class ReferenceConfig(Section):
+    """pi_ref, which starts as the start model."""
+
+    placement: Literal["device", "host"] = "device"
+    """``device``: a second model beside the policy. ``host``: in host memory, swapped with the policy's weights for the
+    passes that score with it; of what has no log-prob yet, or for ``grpo`` with ``beta``, in each step."""
+    reset_every_steps: CountOrZero = 0
+    """After each multiple of it the reference is the policy of that step, and the log-probs of a stored rollout are
+    computed anew when it is drawn (TBA': 50); 0: never."""
+
+
 class ObjectiveConfig(Section):
     loss: Objective
+    reference: ReferenceConfig = ReferenceConfig()
     guards: GuardsConfig = GuardsConfig()
     temperature: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
     """Divides the logits of policy and reference in the objective, whatever a searcher sampled with."""

@@ -69,31 +69,39 @@ class ConstantSchedule(Section):
     warmup_steps: CountOrZero = 0
 
 
-class LinearSchedule(Section):
-    kind: Literal["linear"] = "linear"
+class Decay(Section):
+    """What comes down to ``final_fraction`` of its peak after a warm-up."""
+
     warmup_steps: CountOrZero = 0
     decay_steps: Count = 1000
     """The learning rate reaches ``final_fraction`` of its peak at this step and stays there."""
     final_fraction: Fraction = 0.0
 
+    @model_validator(mode="after")
+    def _begins_to_decay(self) -> Self:
+        if self.warmup_steps >= self.decay_steps:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) reaches decay_steps ({self.decay_steps}), so nothing would decay; "
+                f"raise decay_steps to at least {self.warmup_steps + 1}"
+            )
+        return self
 
-class CosineSchedule(Section):
+
+class LinearSchedule(Decay):
+    kind: Literal["linear"] = "linear"
+
+
+class CosineSchedule(Decay):
     kind: Literal["cosine"] = "cosine"
-    warmup_steps: CountOrZero = 0
-    decay_steps: Count = 1000
-    final_fraction: Fraction = 0.0
 
 
-class WsdSchedule(Section):
+class WsdSchedule(Decay):
     """Warm-up, stable, decay: the peak is kept until ``anneal_steps`` before ``decay_steps``."""
 
     kind: Literal["wsd"] = "wsd"
-    warmup_steps: CountOrZero = 0
-    decay_steps: Count = 1000
     anneal_steps: Count = 500
     """Length of the last phase, which ends at ``decay_steps`` with ``final_fraction``."""
     anneal: Literal["cosine", "linear"] = "cosine"
-    final_fraction: Fraction = 0.0
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -128,7 +128,16 @@ class Trained:
 class Rank:
     """The policy, reference and loss of one rank, as ``entry.train`` builds them."""
 
-    def __init__(self, groups, trainer: TrainerConfig, folder: Path, reference_folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        groups,
+        trainer: TrainerConfig,
+        folder: Path,
+        reference_folder: Path | None = None,
+        *,
+        placement: str = "device",
+        reset_every_steps: int = 0,
+    ) -> None:
         from tba_megatron.loss.guards import Guards
         from tba_megatron.loss.regression import TbVarGrad
         from tba_megatron.models.registry import read_model
@@ -136,6 +145,8 @@ class Rank:
         from tba_megatron.trainer.load_hf import load_hf
         from tba_megatron.trainer.model import build_chunks, build_policy
         from tba_megatron.trainer.reference import Reference
+        from tba_megatron.trainer.reference_files import ReferenceFiles
+        from tba_megatron.trainer.reference_weights import OnDevice, OnHost
 
         self.groups, self.trainer, self.folder = groups, trainer, folder
         self.architecture, self.shape = read_model(folder)
@@ -143,9 +154,25 @@ class Rank:
         chunks = build_chunks(self.shape, trainer, groups)
         load_hf(chunks, self.architecture, self.shape, folder, groups)
         self.policy = build_policy(chunks, trainer, trainer.optimizer, trainer.steps)
-        self.reference = Reference(
-            self.architecture, self.shape, trainer, reference_folder or folder, self.head, groups
+        twin = build_chunks(self.shape, trainer, groups)
+        load_hf(twin, self.architecture, self.shape, reference_folder or folder, groups)
+        if placement == "host":
+            weights = OnHost(chunks)
+            weights.take(twin)
+        else:
+            weights = OnDevice(twin)
+        files = ReferenceFiles(
+            folder=folder / "reference",
+            template=folder,
+            dtype=trainer.dtype,
+            architecture=self.architecture,
+            shape=self.shape,
+            groups=groups,
         )
+        self.reference = Reference(
+            weights, self.policy.chunks, files, self.head, groups, reset_every_steps=reset_every_steps
+        )
+        self.steps = 0
         self.loss = TbVarGrad(BETA, Guards())
 
     def packs(self, train_groups: Sequence[TrainGroup]):
@@ -153,7 +180,8 @@ class Rank:
 
         mine = train_groups[self.groups.dp_rank :: self.groups.dp_size]
         multiple_of = self.groups.tp_size if self.trainer.sequence_parallel else 1
-        packs = pack(mine, self.trainer.microbatch_tokens, multiple_of, reference_version=0)
+        version = self.reference.version
+        packs = pack(mine, self.trainer.microbatch_tokens, multiple_of, reference_version=version)
         return self.reference.fill(packs)[0]
 
     def logprobs(self, train_groups: Sequence[TrainGroup]) -> dict[int, float]:
@@ -180,7 +208,10 @@ class Rank:
         if self.loss.needs.reference is ReferenceNeed.TOKENS:
             by_token = self.reference.read(packs, ReferenceNeed.TOKENS).by_token
         batches = [to_device(pack.microbatch, self.groups.device) for pack in packs]
-        return update(self.policy, batches, self.loss, normaliser, self.head, self.groups, reference_logprobs=by_token)
+        done = update(self.policy, batches, self.loss, normaliser, self.head, self.groups, reference_logprobs=by_token)
+        self.steps += 1
+        self.reference.step_made(self.steps)
+        return done
 
     def weights(self) -> dict[str, torch.Tensor]:
         from tba_megatron.trainer.stream_hf import stream_hf

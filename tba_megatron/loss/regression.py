@@ -105,14 +105,23 @@ class TbVarGrad(Regression):
 
 
 class TbaPrime(TbVarGrad):
-    """- stop_grad(A) log pi with the same A (TBA', Eq. 7): the gradient of ``TbVarGrad`` in another form. The paper
-    resets the reference every 50 steps beside it, which is not done here."""
+    """- stop_grad(A) log pi with the same A (TBA', Eq. 7): the gradient of ``TbVarGrad`` in another form. The paper has
+    ``objective.reference.reset_every_steps`` 50 beside it, and a constant beta of 0.005."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         s = Sequences(inputs)
         residual_S = self.residual_S(s)
         loss = push(residual_S, s, self._guards)
         return output(loss, residual_S, s, self.needs.reference, self._more(residual_S, s), self._tau)
+
+
+class KimiK15(Regression):
+    """(r - mean r - tau (log pi - log pi_ref))^2 with a reference that is the policy of a while ago: the gradient of
+    - (r - mean r) log pi + tau / 2 (log pi - log pi_ref)^2 (Kimi K1.5, arXiv 2501.12599, section 2.3.2). Kimi resets it
+    in each iteration. The baseline lacks what ``TbVarGrad`` has, tau mean(log pi - log pi_ref)."""
+
+    def residual_S(self, s: Sequences) -> Tensor:
+        return centred(s.reward_S, s) - self._tau * s.kl_S
 
 
 class KimiK2(Regression):

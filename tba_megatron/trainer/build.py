@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,9 @@ from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.load_hf import load_hf, read_headers
 from tba_megatron.trainer.model import Policy, build_chunks, build_policy
 from tba_megatron.trainer.reference import Reference
+from tba_megatron.trainer.reference_files import FOLDER as REFERENCE
+from tba_megatron.trainer.reference_files import ReferenceFiles
+from tba_megatron.trainer.reference_weights import OnDevice, OnHost
 from tba_megatron.trainer.run_state import ATTEMPTS, read_attempts
 
 
@@ -49,15 +52,37 @@ def build_model(config: Config, groups: Groups) -> Model:
     chunks = build_chunks(shape, trainer, groups)
     load_hf(chunks, architecture, shape, folder, groups)
     loss_at = partial(make_loss, config.objective, config.search.max_new_tokens)
-    has_reference = loss_at(1).needs.reference is not ReferenceNeed.NONE
-    return Model(
+    model = Model(
         architecture=architecture,
         shape=shape,
         head=head,
         policy=build_policy(chunks, trainer, trainer.optimizer, trainer.steps),
         loss_at=loss_at,
-        reference=Reference(architecture, shape, trainer, folder, head, groups) if has_reference else None,
+        reference=None,
     )
+    if loss_at(1).needs.reference is ReferenceNeed.NONE:
+        return model
+    return replace(model, reference=_build_reference(config, model, groups))
+
+
+def _build_reference(config: Config, model: Model, groups: Groups) -> Reference:
+    """``model.policy`` is the start model yet."""
+    settings, policy = config.objective.reference, model.policy.chunks
+    if settings.placement == "host":
+        weights = OnHost(policy)
+    else:
+        chunks = build_chunks(model.shape, config.trainer, groups)
+        load_hf(chunks, model.architecture, model.shape, config.start_model, groups)
+        weights = OnDevice(chunks)
+    files = ReferenceFiles(
+        folder=config.run.folder / REFERENCE,
+        template=config.start_model,
+        dtype=config.trainer.dtype,
+        architecture=model.architecture,
+        shape=model.shape,
+        groups=groups,
+    )
+    return Reference(weights, policy, files, model.head, groups, reset_every_steps=settings.reset_every_steps)
 
 
 def read_model_together(config: Config, folder: Path, groups: Groups) -> tuple[Architecture, ModelShape]:

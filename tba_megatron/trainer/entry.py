@@ -47,6 +47,8 @@ def train(config: Config, groups: Groups) -> int:
     model = build_model(config, groups)
     shard = _build_shard(config, groups, model.shape.vocab_size)
     state = _restore(config, model.policy, shard, groups)
+    if model.reference is not None:
+        model.reference.restore(state.step)
     start = PolicyVersion(state.history.attempt, state.step)
     weights = config.run.folder / "weights"
     export_policy(config, model.policy.chunks, groups, version_folder(weights, start))

@@ -210,6 +210,8 @@ class TrainLoop:
         normaliser = float(trainer.prompts_per_step * trainer.rollouts_per_prompt)
         done = update(self._policy, batches, loss, normaliser, self._head, self._groups, reference_logprobs=by_token)
         self._step = plan.step
+        if self._reference is not None:
+            self._reference.step_made(self._step)
         self._intake_s = INTAKE_SHARE * (time.monotonic() - started)
         everyone = gather_on_all(drawn, self._groups)
         if self._chief is not None:
@@ -257,6 +259,8 @@ class TrainLoop:
     def _save(self, *, wait: bool) -> None:
         """Save at this step boundary; without ``wait`` a thread writes while training goes on."""
         state = from_rank_0(self._chief.run_state(self._step) if self._chief else None, self._groups)
+        if self._reference is not None:
+            self._reference.keep(self._step)
         self._writer.begin(self._policy, self._shard, state)
         if wait:
             self._finish_save()
@@ -270,7 +274,10 @@ class TrainLoop:
                 self._reclaim(self._shard)
             if self._groups.rank == 0:
                 _log.info("saved %s", path)
-                remove_generations(self._config.run.folder / REPLAY, [path for _, path in checkpoints(path.parent)])
+                kept = checkpoints(path.parent)
+                remove_generations(self._config.run.folder / REPLAY, [path for _, path in kept])
+                if self._reference is not None:
+                    self._reference.forget([step for step, _ in kept])
 
     def _finish(self) -> None:
         """Let searchers go, take in what they still sent, and close the books."""

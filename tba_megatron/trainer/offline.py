@@ -99,15 +99,20 @@ class OfflineLoop:
             stopped_by = self._agree()
             every = self._saving.every_steps
             if every and self._state.step % every == 0:
-                self._saving.writer.begin(self._policy, None, self._state)
+                self._begin_save()
                 saved = self._state.step
                 if not self._saving.beside:
                     self._finish_save()
         self._finish_save()
         if saved != self._state.step and (stopped_by or self._saving.at_end):
-            self._saving.writer.begin(self._policy, None, self._state)
+            self._begin_save()
             self._finish_save()
         return stopped_by
+
+    def _begin_save(self) -> None:
+        if self._reference is not None:
+            self._reference.keep(self._state.step)
+        self._saving.writer.begin(self._policy, None, self._state)
 
     def _agree(self) -> int:
         """The signal that arrived at any rank, or 0. A save that every rank has written is made to count."""
@@ -133,12 +138,16 @@ class OfflineLoop:
         )
         skipped = self._state.skipped_steps + done.skipped
         self._state = msgspec.structs.replace(self._state, step=step, skipped_steps=skipped)
+        if self._reference is not None:
+            self._reference.step_made(step)
         self._source.done(step, done, time.monotonic() - started_s)
 
     def _finish_save(self) -> None:
         path = self._saving.writer.finish()
         if path is not None and self._groups.rank == 0:
             _log.info("saved %s", path)
+            if self._reference is not None:
+                self._reference.forget([step for step, _ in checkpoint.checkpoints(path.parent)])
 
 
 def restore(folder: Path, policy: Policy, groups: Groups) -> RunState:

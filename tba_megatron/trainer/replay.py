@@ -32,6 +32,8 @@ def train_on_recording(config: Config, data: RecordedData, groups: Groups) -> in
     model = build_model(config, groups)
     folder = config.run.folder
     state = restore(folder / "checkpoints", model.policy, groups)
+    if model.reference is not None:
+        model.reference.restore(state.step)
     log = open_run_log(config, state.step) if groups.rank == 0 else None
     trainer = config.trainer
     loop = OfflineLoop(

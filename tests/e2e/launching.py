@@ -123,7 +123,17 @@ def kill(folder: Path, command: str) -> None:
 
 
 def shared_memory() -> set[str]:
-    """What lies in /dev/shm and is not in use by a living process, which may belong to somebody else."""
+    """What lies in /dev/shm and is not in use by a living process, which may belong to somebody else.
+
+    A semaphore of another process has a name for a moment before it is mapped: what has gone by a second look is not
+    left behind.
+    """
+    first = _unmapped()
+    time.sleep(0.2)
+    return first & _unmapped()
+
+
+def _unmapped() -> set[str]:
     names = {entry.name for entry in Path("/dev/shm").iterdir()}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:

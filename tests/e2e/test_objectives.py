@@ -6,6 +6,7 @@ from launching import ledger_gap, records, summary_of, tba
 
 pytestmark = pytest.mark.slow
 
+RESETS = "objective.reference.reset_every_steps=2"  # for kimi_k15, and no matter to the others
 COMMON = ("sft.steps=0", "trainer.steps=4", "evaluation.problems=16", "search.behaviour_logprobs=true")
 LOCK_STEP = ("weights.mode=sync", "weights.publish_every_steps=1", "search.in_flight=recompute", "buffer.max_reuse=1")
 
@@ -22,6 +23,7 @@ def start(tmp_path_factory):
         "{kind: dr_grpo}",
         "{kind: ppo_clip}",
         "{kind: proximal_rloo, beta: 0.01}",
+        "{kind: kimi_k15, tau: 0.1}",
         "{kind: kimi_k2, tau: 0.1}",
         "{kind: oapl, tau: 0.1}",
         "{kind: rloo}",
@@ -29,7 +31,7 @@ def start(tmp_path_factory):
     ],
 )
 def test_on_fresh_data_the_engine_and_the_trainer_agree_on_every_ratio(loss, start, tmp_path):
-    done = tba("launch", tmp_path / "run", *COMMON, *LOCK_STEP, *start, f"objective.loss={loss}")
+    done = tba("launch", tmp_path / "run", *COMMON, *LOCK_STEP, RESETS, *start, f"objective.loss={loss}")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = summary_of(tmp_path / "run")
     assert (summary["complete"], summary["steps"], ledger_gap(summary)) == (True, 4, 0)

@@ -108,8 +108,8 @@ def test_a_missing_key_is_reported_at_the_section_that_lacks_it(tmp_path):
     assert problems_of(tmp_path, text) == [
         "F:1: run.folder: missing",
         "F: trainer: missing",
-        "F:5: objective.loss.kind: missing; choose one of tb_vargrad, tba_prime, kimi_k2, oapl, rloo, proximal_rloo, "
-        "ppo_clip, grpo, dr_grpo, online_dpo",
+        "F:5: objective.loss.kind: missing; choose one of tb_vargrad, tba_prime, kimi_k15, kimi_k2, oapl, rloo, "
+        "proximal_rloo, ppo_clip, grpo, dr_grpo, online_dpo",
     ]
 
 
@@ -263,6 +263,7 @@ DPO, RLOO = "objective.loss={kind: online_dpo}", "objective.loss={kind: rloo}"
             ],
             "proximal_rloo has one ratio for a whole completion",
         ),
+        (["objective.loss={kind: kimi_k15, tau: 0.1}"], "objective.reference.reset_every_steps: kimi_k15 is held to"),
         (["objective.guards.by_token=true"], "it has no effect without lost_negative_ratio"),
         (["objective.loss={kind: ppo_clip, dual_clip: 1}", BEHAVIOUR], "objective.loss.dual_clip: at 1 or less"),
     ],
@@ -286,6 +287,7 @@ def test_objectives_with_what_they_read_are_accepted(file):
     load_config(file, [GRPO, BEHAVIOUR])
     load_config(file, [GRPO, "trainer.data={kind: recording, folder: r}", "search.engine={kind: fake}"])
     load_config(file, [GRPO, BEHAVIOUR, "search.temperature=0.7", "objective.temperature=0.7"])
+    load_config(file, ["objective.loss={kind: kimi_k15, tau: 0.1}", "objective.reference.reset_every_steps=50"])
     load_config(file, [RLOO, "search.top_p=0.9", "objective.guards.negative_weight=0.3"])
 
 

@@ -23,6 +23,7 @@ LONGEST = 10
 MEMBERS = [
     section.TbVarGrad(beta=0.5),
     section.TbaPrime(beta=0.5),
+    section.KimiK15(tau=0.5),
     section.KimiK2(tau=0.5),
     section.Oapl(tau=0.5),
     section.Rloo(),
@@ -85,6 +86,8 @@ K3 = (math.exp(-0.5) + 0.5 - 1) / 2 + math.exp(0.5) - 0.5 - 1  # of the first in
         # A = (0.5 - 0.25, -0.5 + 0.25): the residuals
         (section.TbVarGrad(beta=0.5), 2 * 0.25**2 / (2 * 0.5 * 2), [-0.125, -0.125, 0.125]),
         (section.TbaPrime(beta=0.5), (0.25 * 1.5 - 0.25 * 2) / 2, [-0.125, -0.125, 0.125]),
+        # The same, because the mean of kl is 0
+        (section.KimiK15(tau=0.5), 2 * 0.25**2 / (2 * 0.5 * 2), [-0.125, -0.125, 0.125]),
         # A = (0.5 - 0.5 * 0.2, -0.5 + 0.5 * 0.5)
         (section.KimiK2(tau=0.5), (0.4**2 + 0.25**2) / (2 * 0.5 * 2), [-0.2, -0.2, 0.125]),
         (
@@ -298,6 +301,19 @@ def test_kimi_k2_is_trajectory_balance_held_to_the_writer_and_a_push_of_the_whol
         gradient_of(loss_of(section.KimiK2(tau=tau)), inputs),
         gradient_of(loss_of(section.TbVarGrad(beta=tau)), anchored) + extra_S[inputs.sequence_index_T],
     )
+
+
+def test_kimi_k15_is_reinforce_with_a_square_of_the_log_ratio_to_the_reference():
+    tau, inputs = 0.3, full(random_inputs(12), 12)
+    logprob_T = inputs.logprob_T.detach().requires_grad_()
+    logprob_S = torch.zeros(inputs.n_sequences).double().index_add(0, inputs.sequence_index_T, logprob_T)
+    group_S, copies_S = inputs.group_index_S, inputs.copies_S
+    k_G = torch.zeros(inputs.n_groups).double().index_add(0, group_S, copies_S)
+    mean_G = torch.zeros(inputs.n_groups).double().index_add(0, group_S, copies_S * inputs.reward_S) / k_G
+    advantage_S = inputs.reward_S - mean_G[group_S]
+    square_S = tau / 2 * (logprob_S - inputs.reference_logprob_S).square()
+    (copies_S * (square_S - advantage_S * logprob_S)).sum().div(inputs.normaliser).backward()
+    torch.testing.assert_close(gradient_of(loss_of(section.KimiK15(tau=tau)), inputs), logprob_T.grad)
 
 
 def _sums(inputs: LossInputs) -> torch.Tensor:

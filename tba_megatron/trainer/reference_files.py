@@ -1,0 +1,73 @@
+"""The reference after a reset, as files: what a checkpoint needs of it beside itself, where it is not its own policy.
+
+``reference`` of the run folder holds one Hugging Face folder a version, named by the step whose policy it was.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from tba_megatron.dist import Groups
+from tba_megatron.errors import CheckpointError
+from tba_megatron.models.architecture import Architecture, ModelShape
+from tba_megatron.trainer.exchange import from_rank_0
+from tba_megatron.trainer.export_hf import export_hf
+from tba_megatron.trainer.load_hf import load_hf
+
+FOLDER = "reference"  # of the run folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceFiles:
+    """``template`` is the folder whose companions a version gets; ``dtype`` the trainer's, so that nothing is lost."""
+
+    folder: Path
+    template: Path
+    dtype: str
+    architecture: Architecture
+    shape: ModelShape
+    groups: Groups
+
+    def write(self, chunks: Sequence[GPTModel], version: int) -> None:
+        """Unless it is there; a collective over all ranks. CheckpointError on every rank when any could not write."""
+        target = self._path(version)
+        if not self._exists(target):
+            export_hf(
+                chunks,
+                self.architecture,
+                self.shape,
+                self.groups,
+                folder=target,
+                template=self.template,
+                dtype=self.dtype,
+            )
+
+    def read(self, chunks: Sequence[GPTModel], version: int) -> None:
+        """A collective over all ranks. CheckpointError on every rank where there is no such version."""
+        source = self._path(version)
+        if not self._exists(source):
+            raise CheckpointError(
+                f"{source} is missing, the reference that the newest checkpoint goes with; put it back, or remove that "
+                f"checkpoint to resume earlier"
+            )
+        load_hf(chunks, self.architecture, self.shape, source, self.groups)
+
+    def remove_all_but(self, versions: Collection[int]) -> None:
+        """For rank 0 alone. What cannot be removed stays for the next time."""
+        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
+            found = re.fullmatch(r"step-(\d{8})", path.name)
+            if found is not None and int(found[1]) not in versions:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _path(self, version: int) -> Path:
+        return self.folder / f"step-{version:08d}"
+
+    def _exists(self, path: Path) -> bool:
+        """As rank 0 sees it."""
+        return from_rank_0(path.exists() if self.groups.rank == 0 else None, self.groups)

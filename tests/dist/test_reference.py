@@ -1,0 +1,196 @@
+"""The reference: where it is kept changes no bit, a reset makes it the policy, and a resumed run has the same one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tiny
+import torch
+from ranks import run_ranks
+from test_offline import (
+    NAMES,
+    assert_equal_exports,
+    config,
+    exported,
+    logged,
+    record,
+    replay,
+    replay_config,
+    start_from,
+)
+
+from tba_megatron.config_objective import Grpo, ObjectiveConfig, TbVarGrad
+from tba_megatron.errors import CheckpointError
+from tba_megatron.loss.registry import make_loss
+from tba_megatron.packing import pack
+
+BATCH = tiny.train_groups(4, k=3)
+LAYOUTS = [{}, {"pp": 2}, {"tp": 2}, {"dp": 2}]
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return [tiny.save_model(root / str(seed), layers=4, seed=seed) for seed in (1, 2)]
+
+
+# ---- placements
+
+
+def train(groups, trainer, folders, placement, objective, every):
+    rank = tiny.Rank(groups, trainer, *folders, placement=placement, reset_every_steps=every)
+    rank.loss = make_loss(ObjectiveConfig(loss=objective), 8)
+    return rank.train([BATCH] * 5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("objective", [TbVarGrad(beta=0.1), Grpo(beta=0.2)], ids=lambda o: o.kind)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_reference_in_host_memory_trains_as_one_beside_the_policy(layout, objective, dtype, folders):
+    trainer = tiny.trainer_config(**layout, dtype=dtype)
+    beside, host = (
+        run_ranks(train, trainer, folders, placement, objective, 2, **layout) for placement in ("device", "host")
+    )
+    for mine, theirs in zip(host, beside, strict=True):
+        assert mine.losses == pytest.approx(theirs.losses, rel=0, abs=0, nan_ok=True)
+        assert mine.statistics == theirs.statistics and mine.norms == theirs.norms
+        for name, expected in theirs.local.items():
+            torch.testing.assert_close(mine.local[name], expected, rtol=0, atol=0)
+
+
+def scoring(groups, folders):
+    rank = tiny.Rank(groups, tiny.trainer_config(), *folders, placement="host")
+    before = {name: p.detach().clone() for name, p in rank.policy.chunks[0].named_parameters()}
+    with pytest.raises(ZeroDivisionError), rank.reference._weights.scoring() as (chunk,):
+        assert any(not torch.equal(p, before[name]) for name, p in chunk.named_parameters())
+        _ = 1 // 0
+    return all(torch.equal(p, before[name]) for name, p in rank.policy.chunks[0].named_parameters())
+
+
+def test_the_policy_has_its_weights_back_also_after_a_failure(folders):
+    assert run_ranks(scoring, folders) == [True]
+
+
+# ---- resets
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_right_after_a_reset_the_log_ratio_is_exactly_zero(placement, layout, folders):
+    found = run_ranks(
+        train, tiny.trainer_config(**layout), folders, placement, TbVarGrad(beta=0.1), 2, **layout
+    )
+    (kls,) = [[s["kl"] for s in each.statistics] for each in found if each.statistics[0]]
+    # Steps 3 and 5 are the first after a reset; their packs are those that the reference scored.
+    assert kls[2] == kls[4] == 0.0
+    assert min(abs(kls[0]), abs(kls[1]), abs(kls[3])) > 1e-4
+
+
+def stored(groups, folders):
+    """(log-prob sums under which version, how many were computed) as steps go by."""
+    rank = tiny.Rank(groups, tiny.trainer_config(microbatch_tokens=1000), *folders, reset_every_steps=2)
+    kept: dict = {}
+
+    def packs():
+        groups_now = [
+            dataclasses.replace(
+                group,
+                rollouts=tuple(
+                    dataclasses.replace(r, reference_logprob=value, reference_version=version)
+                    for r in group.rollouts
+                    for value, version in [kept.get(r.rollout_id, (None, None))]
+                ),
+            )
+            for group in BATCH
+        ]
+        return pack(groups_now, 1000, reference_version=rank.reference.version)
+
+    counts = []
+    for _ in range(4):
+        _, computed = rank.reference.fill(packs())
+        counts.append(len(computed))
+        kept.update(computed)
+        rank.step(BATCH)
+    return counts, {version for _, version in kept.values()}
+
+
+def test_stored_log_probs_are_computed_anew_after_a_reset_and_only_then(folders):
+    n = sum(len(group.rollouts) for group in BATCH)
+    assert run_ranks(stored, folders) == [([n, 0, n, 0], {2})]
+
+
+# ---- resume
+
+EVERY = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return start_from(tmp_path_factory.mktemp("start") / "model")
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("recording"))
+
+
+def with_resets(folder, model, recording, sizes, placement="device", **trainer):
+    made = replay_config(folder, model, recording, sizes, save_every_steps=2, keep_checkpoints=1, **trainer)
+    reference = {"placement": placement, "reset_every_steps": EVERY}
+    return config(
+        folder,
+        sizes,
+        **{
+            "model": {"path": model, "init": "pretrained"},
+            "sft": {"steps": 0, "held_out": 0},
+            "trainer": made.trainer.model_dump(),
+            "objective": {"reference": reference},
+        },
+    )
+
+
+# Stopped at 8 the reference is the checkpoint's own policy, at 10 it is that of step 8, at 3 the start model.
+@pytest.mark.parametrize(
+    ("stop", "files"), [(3, []), (8, []), (10, ["step-00000008"])], ids=["before a reset", "at one", "after one"]
+)
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"tp": 2, "pp": 2}, marks=SLOW)], ids=str)
+def test_a_resumed_run_has_the_reference_of_the_unbroken_one(
+    sizes, placement, stop, files, model, recording, tmp_path
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_ranks(replay, with_resets(whole, model, recording, sizes, placement, steps=14), **sizes)
+    run_ranks(replay, with_resets(parts, model, recording, sizes, placement, steps=stop), **sizes)
+    assert sorted(path.name for path in parts.glob("reference/*")) == files
+    run_ranks(replay, with_resets(parts, model, recording, sizes, placement, steps=14), **sizes)
+    found, expected = logged(parts, *NAMES), logged(whole, *NAMES)
+    assert found == expected
+    kls = dict(expected["policy/kl_ref"])
+    assert {step for step, value in kls.items() if value == 0.0} >= {1, 5, 9, 13}
+    assert_equal_exports(parts / "hf", whole / "hf")
+    assert [path.name for path in whole.glob("reference/*")] == ["step-00000012"]  # of the one checkpoint, at 14
+
+
+def test_the_kept_reference_is_the_policy_of_its_step_bit_for_bit(model, recording, tmp_path):
+    run_ranks(replay, with_resets(tmp_path / "long", model, recording, {}, steps=10))
+    run_ranks(replay, with_resets(tmp_path / "short", model, recording, {}, steps=8))
+    kept, policy = exported(tmp_path / "long" / "reference" / "step-00000008"), exported(tmp_path / "short" / "hf")
+    assert kept.keys() == policy.keys() and all(torch.equal(kept[name], policy[name]) for name in policy)
+
+
+def test_a_checkpoint_whose_reference_is_gone_is_one_line_on_every_rank(model, recording, tmp_path):
+    sizes = {"dp": 2}
+    made = with_resets(tmp_path / "run", model, recording, sizes, steps=10)
+    run_ranks(replay, made, **sizes)
+    (folder,) = (tmp_path / "run" / "reference").iterdir()
+    folder.rename(tmp_path / "elsewhere")
+
+    def body(groups):
+        with pytest.raises(CheckpointError) as caught:
+            replay(groups, with_resets(tmp_path / "run", model, recording, sizes, steps=12))
+        return str(caught.value)
+
+    for message in run_ranks(body, **sizes):
+        assert f"{folder} is missing" in message and "remove that checkpoint" in message and "\n" not in message
