@@ -45,9 +45,25 @@ def train(groups, trainer, folders, placement, objective, every):
     return rank.train([BATCH] * 5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("objective", [TbVarGrad(beta=0.1), Grpo(beta=0.2)], ids=lambda o: o.kind)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+FAST = [
+    ({}, TbVarGrad(beta=0.1), "bfloat16"),
+    ({"tp": 2}, TbVarGrad(beta=0.1), "float32"),
+    ({"pp": 2}, Grpo(beta=0.2), "float32"),
+    ({"dp": 2}, Grpo(beta=0.2), "bfloat16"),
+]
+EVERY_CASE = [
+    (layout, objective, dtype)
+    for layout in LAYOUTS
+    for objective in (TbVarGrad(beta=0.1), Grpo(beta=0.2))
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "objective", "dtype"),
+    [pytest.param(*case, marks=() if case in FAST else SLOW) for case in EVERY_CASE],
+    ids=lambda value: getattr(value, "kind", str(value)),
+)
 def test_a_reference_in_host_memory_trains_as_one_beside_the_policy(layout, objective, dtype, folders):
     trainer = tiny.trainer_config(**layout, dtype=dtype)
     beside, host = (
@@ -76,9 +92,16 @@ def test_the_policy_has_its_weights_back_also_after_a_failure(folders):
 # ---- resets
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("placement", ["device", "host"])
-def test_right_after_a_reset_the_log_ratio_is_exactly_zero(placement, layout, folders):
+@pytest.mark.parametrize(
+    ("layout", "placement"),
+    [
+        pytest.param(layout, placement, marks=SLOW if placement == "host" and layout else ())
+        for layout in LAYOUTS
+        for placement in ("device", "host")
+    ],
+    ids=str,
+)
+def test_right_after_a_reset_the_log_ratio_is_exactly_zero(layout, placement, folders):
     found = run_ranks(
         train, tiny.trainer_config(**layout), folders, placement, TbVarGrad(beta=0.1), 2, **layout
     )
@@ -137,7 +160,7 @@ def recording(tmp_path_factory):
 
 
 def with_resets(folder, model, recording, sizes, placement="device", **trainer):
-    made = replay_config(folder, model, recording, sizes, save_every_steps=2, keep_checkpoints=1, **trainer)
+    made = replay_config(folder, model, recording, sizes, save_every_steps=7, keep_checkpoints=1, **trainer)
     reference = {"placement": placement, "reset_every_steps": EVERY}
     return config(
         folder,
@@ -155,7 +178,7 @@ def with_resets(folder, model, recording, sizes, placement="device", **trainer):
 @pytest.mark.parametrize(
     ("stop", "files"), [(3, []), (8, []), (10, ["step-00000008"])], ids=["before a reset", "at one", "after one"]
 )
-@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("placement", ["device", pytest.param("host", marks=SLOW)])
 @pytest.mark.parametrize("sizes", [{}, pytest.param({"tp": 2, "pp": 2}, marks=SLOW)], ids=str)
 def test_a_resumed_run_has_the_reference_of_the_unbroken_one(
     sizes, placement, stop, files, model, recording, tmp_path
