@@ -33,6 +33,7 @@ class Needs:
 
     reference: ReferenceNeed = ReferenceNeed.NONE
     behaviour: bool = False  # the log-probs of the policy that wrote the rollout
+    log_z: bool = False  # the learned log Z of the prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,7 @@ class LossInputs:
     normaliser: float
     behaviour_logprob_T: Tensor  # float64, NaN where it is not known
     reference_logprob_T: Tensor | None = None  # float64, for a loss that needs ``ReferenceNeed.TOKENS``
+    log_z_S: Tensor | None = None  # float64, nats, without gradient, for a loss that needs ``log_z``
 
     @property
     def n_sequences(self) -> int:
@@ -65,11 +67,16 @@ class LossOutput:
 
     ``sums`` are added over microbatches and ranks, ``maxima`` maximised. A sum named ``unit/x`` is a part of
     the mean of x over ``units``, which is a sum of its own: ``rollout/kl`` and ``rollouts``.
+
+    ``log_z_gradient_S``, of a loss that needs ``log_z``: the gradient, with respect to the log Z of each sequence, of
+    this microbatch's part of half the mean of the squared residual in nats. That is the loss over tau, so that what log
+    Z learns from is no weaker with a smaller tau.
     """
 
     loss: Tensor
     sums: Mapping[str, Tensor]
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    log_z_gradient_S: Tensor | None = None  # float64
 
 
 class Loss(Protocol):
@@ -91,6 +98,7 @@ def loss_inputs(
     *,
     normaliser: float,
     reference_logprob_T: Tensor | None = None,
+    log_z_S: Tensor | None = None,
 ) -> LossInputs:
     """The inputs for ``microbatch``, on the device of ``logprob_T``: its log-probs at ``response``."""
     device = logprob_T.device
@@ -108,6 +116,7 @@ def loss_inputs(
         reference_logprob_S=float64(mb.reference_logprob),
         behaviour_logprob_T=float64(mb.behaviour_logprob[mb.response]),
         reference_logprob_T=None if reference_logprob_T is None else reference_logprob_T.double(),
+        log_z_S=log_z_S,
         n_groups=mb.n_groups,
         normaliser=normaliser,
     )
@@ -121,7 +130,7 @@ def join_inputs(parts: Sequence[LossInputs]) -> LossInputs:
         return torch.cat([getattr(part, name) for part in parts])
 
     names = ["logprob_T", "behaviour_logprob_T", "group_index_S", "copies_S", "reward_S", "reference_logprob_S"]
-    names += ["reference_logprob_T"] if parts[0].reference_logprob_T is not None else []
+    names += [name for name in ("reference_logprob_T", "log_z_S") if getattr(parts[0], name) is not None]
     return replace(
         parts[0],
         sequence_index_T=torch.cat(

@@ -10,6 +10,7 @@ completions of any policy are legal. A member is an anchor and a baseline. T res
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import ClassVar
 
@@ -122,6 +123,48 @@ class KimiK15(Regression):
 
     def residual_S(self, s: Sequences) -> Tensor:
         return centred(s.reward_S, s) - self._tau * s.kl_S
+
+
+class TbLearnedZ(Regression):
+    """Trajectory balance with a learned log Z, b = tau log Z(x), as GFlowNet red-teaming has it (Lee et al., arXiv
+    2405.18540; Eq. 3 of TBA, arXiv 2503.18929): (log Z(x) + log pi - log pi_ref - r / tau)^2.
+
+    log Z is an input, and its gradient an output: what it is a function of is not known here. Unlike the estimate from
+    the group it tells a good group from a bad one: residuals of a group need not add up to 0, and a group of one
+    rollout teaches too. Guards do not touch what log Z learns from.
+    """
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, log_z=True)
+
+    def residual_S(self, s: Sequences) -> Tensor:
+        return s.reward_S - self._tau * (_learned_S(s) + s.kl_S)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        found = super().__call__(inputs)
+        s = Sequences(inputs)
+        with torch.no_grad():
+            gradient_S = -s.copies_S * self.residual_S(s) / (self._tau * inputs.normaliser)
+            return replace(found, log_z_gradient_S=torch.where(s.copies_S != 0, gradient_S, 0.0))
+
+    def _more(self, residual_S: Tensor, s: Sequences) -> dict[str, Tensor]:
+        """log Z is the learned one here; ``log_z_error_square`` is how far it is from the estimate from the group."""
+        estimated_S = s.group_mean(s.reward_S / self._tau - s.kl_S)
+        learned_S = s.group_mean(_learned_S(s))
+        in_group_S = 1.0 / s.group_size_S
+        return {
+            **super()._more(residual_S, s),
+            "group/log_z": total(in_group_S * learned_S, s),
+            "group/log_z_square": total(in_group_S * learned_S.square(), s),
+            "group/log_z_error_square": total(in_group_S * (learned_S - estimated_S).square(), s),
+        }
+
+
+def _learned_S(s: Sequences) -> Tensor:
+    log_z_S = s.inputs.log_z_S
+    assert log_z_S is not None, "a loss that needs log Z was called without it"
+    return log_z_S
 
 
 class KimiK2(Regression):

@@ -32,6 +32,8 @@ def update_metrics(done: Update, skipped_total: int) -> dict[str, float]:
     if "log_z_square" in statistics:
         variance = statistics["log_z_square"] - statistics["log_z"] ** 2
         metrics["policy/log_z_std"] = math.sqrt(max(0.0, variance))
+    if "log_z_error_square" in statistics:
+        metrics["policy/log_z_error"] = math.sqrt(statistics["log_z_error_square"])
     return metrics | _drift_metrics(statistics)
 
 

@@ -34,6 +34,7 @@ def inputs_of(
         reward_S=torch.tensor(rewards, dtype=torch.float64),
         reference_logprob_S=-2 * torch.rand(n_sequences, generator=generator, dtype=torch.float64),
         behaviour_logprob_T=torch.full((sum(lengths),), math.nan, dtype=torch.float64),
+        log_z_S=2 * torch.rand(n_sequences, generator=generator, dtype=torch.float64),
         n_groups=max(groups) + 1,
         normaliser=float(copies_S.sum()),
     )
@@ -79,4 +80,5 @@ def permuted(inputs: LossInputs, order: torch.Tensor) -> LossInputs:
         copies_S=inputs.copies_S[order],
         reward_S=inputs.reward_S[order],
         reference_logprob_S=inputs.reference_logprob_S[order],
+        log_z_S=None if inputs.log_z_S is None else inputs.log_z_S[order],
     )
