@@ -65,6 +65,18 @@ class TbaPrime(Annealed):
     kind: Literal["tba_prime"] = "tba_prime"
 
 
+class TbLearnedZ(Annealed):
+    """Trajectory balance with a learned log Z, linear in the mean of the prompt's last hidden states (Lee et al.).
+
+    log Z is of the order of reward / beta, so a schedule of beta moves what it has to learn.
+    """
+
+    kind: Literal["tb_learned_z"] = "tb_learned_z"
+    log_z_learning_rate: Positive = 0.05
+    """Nats that log Z may move in a step, about: Adam's rate for its bias, and over the hidden size for its weights. It
+    needs far more than the policy, and with a small beta more still; it knows no schedule."""
+
+
 class KimiK15(Section):
     """Kimi K1.5: least squares, held to the policy of the last reset of the reference."""
 
@@ -144,7 +156,18 @@ class OnlineDpo(Section):
 
 
 Objective = Annotated[
-    TbVarGrad | TbaPrime | KimiK15 | KimiK2 | Oapl | Rloo | ProximalRloo | PpoClip | Grpo | DrGrpo | OnlineDpo,
+    TbVarGrad
+    | TbaPrime
+    | TbLearnedZ
+    | KimiK15
+    | KimiK2
+    | Oapl
+    | Rloo
+    | ProximalRloo
+    | PpoClip
+    | Grpo
+    | DrGrpo
+    | OnlineDpo,
     Field(discriminator="kind"),
 ]
 

@@ -11,12 +11,13 @@ from tba_megatron.loss.base import Loss
 from tba_megatron.loss.guards import Guards
 from tba_megatron.loss.preference import OnlineDpo
 from tba_megatron.loss.ratio import Clip, DrGrpo, Grpo, PpoClip, ProximalRloo, Rloo
-from tba_megatron.loss.regression import KimiK2, KimiK15, Oapl, TbaPrime, TbVarGrad
+from tba_megatron.loss.regression import KimiK2, KimiK15, Oapl, TbaPrime, TbLearnedZ, TbVarGrad
 
 # Of the objective's section, the guards, and the most tokens that a completion may have.
 LOSSES: dict[type[section.Section], Callable[[Any, Guards, int], Loss]] = {
     section.TbVarGrad: lambda o, guards, _: TbVarGrad(o.beta, guards),
     section.TbaPrime: lambda o, guards, _: TbaPrime(o.beta, guards),
+    section.TbLearnedZ: lambda o, guards, _: TbLearnedZ(o.beta, guards),
     section.KimiK15: lambda o, guards, _: KimiK15(o.tau, guards),
     section.KimiK2: lambda o, guards, _: KimiK2(o.tau, guards),
     section.Oapl: lambda o, guards, _: Oapl(o.tau, guards),

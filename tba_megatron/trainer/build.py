@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from tba_megatron.config import Config
+from tba_megatron.config_objective import TbLearnedZ
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError, ModelError
 from tba_megatron.loss.base import LossAt, ReferenceNeed
@@ -24,6 +25,7 @@ from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.export_hf import export_hf
 from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.load_hf import load_hf, read_headers
+from tba_megatron.trainer.log_z import LogZ
 from tba_megatron.trainer.model import Policy, build_chunks, build_policy
 from tba_megatron.trainer.reference import Reference
 from tba_megatron.trainer.reference_files import FOLDER as REFERENCE
@@ -51,12 +53,13 @@ def build_model(config: Config, groups: Groups) -> Model:
     head = HeadSettings(temperature=config.objective.temperature, vocab_size=shape.vocab_size)
     chunks = build_chunks(shape, trainer, groups)
     load_hf(chunks, architecture, shape, folder, groups)
+    policy = build_policy(chunks, trainer, trainer.optimizer, trainer.steps)
     loss_at = partial(make_loss, config.objective, config.search.max_new_tokens)
     model = Model(
         architecture=architecture,
         shape=shape,
         head=head,
-        policy=build_policy(chunks, trainer, trainer.optimizer, trainer.steps),
+        policy=replace(policy, log_z=_log_z(config, shape, groups)),
         loss_at=loss_at,
         reference=None,
     )
@@ -83,6 +86,12 @@ def _build_reference(config: Config, model: Model, groups: Groups) -> Reference:
         groups=groups,
     )
     return Reference(weights, policy, files, model.head, groups, reset_every_steps=settings.reset_every_steps)
+
+
+def _log_z(config: Config, shape: ModelShape, groups: Groups) -> LogZ | None:
+    """What an objective learns beside the policy, None for those that learn nothing."""
+    loss = config.objective.loss
+    return LogZ(shape.hidden_size, loss.log_z_learning_rate, groups.device) if isinstance(loss, TbLearnedZ) else None
 
 
 def read_model_together(config: Config, folder: Path, groups: Groups) -> tuple[Architecture, ModelShape]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -24,7 +25,7 @@ from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError
 from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.checkpoint_folder import checkpoints
-from tba_megatron.trainer.checkpoint_state import load_into, load_model, model_to_load, policy_to_load
+from tba_megatron.trainer.checkpoint_state import LOG_Z, load_into, load_model, model_to_load, policy_to_load
 from tba_megatron.trainer.checkpoint_writer import CheckpointWriter
 from tba_megatron.trainer.exchange import from_rank_0
 from tba_megatron.trainer.model import Policy
@@ -95,11 +96,12 @@ def load_newest(
 
 
 def load_policy(path: Path, policy: Policy) -> None:
-    """Restore model, optimizer, schedule and RNG alone; a collective over all ranks."""
+    """Restore model, optimizer, schedule, RNG and a learned log Z alone; a collective over all ranks."""
     model = path / "model"
     # What a rank can find out alone comes first: in the midst of Megatron's collectives its peers would wait for it.
     with AllOrNone(f"cannot load {path}", advice=_advice(path)):
         metadata = _check_model(model)
+        _load_log_z(path / LOG_Z, policy)
     with AllOrNone(f"cannot load {path}", advice=_advice(path)):
         wanted = policy_to_load(policy, metadata.state_dict_metadata)
         loaded: Any = dist_checkpointing.load(wanted, str(model))
@@ -141,6 +143,25 @@ def _check_model(model: Path) -> Metadata:
             if (size := file.stat().st_size) < end:
                 raise ValueError(f"it has {size} of {end} bytes")
     return metadata
+
+
+def _load_log_z(path: Path, policy: Policy) -> None:
+    """The learned log Z, where the objective has one; CheckpointError where it has one and the checkpoint has not, or
+    the other way round."""
+    if policy.log_z is None:
+        if path.exists():
+            raise CheckpointError(
+                f"{path} is a learned log Z, which objective.loss has no use for; a run with tb_learned_z goes on from "
+                f"here, and another objective needs a run.folder of its own"
+            )
+        return
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} is missing, which objective.loss tb_learned_z goes on from; if it was never written, because "
+            f"another objective was trained here, choose another run.folder"
+        )
+    with reading(path), np.load(path, allow_pickle=False) as arrays:
+        policy.log_z.restore(arrays)
 
 
 def _shard_parts(path: Path, n_saved: int, groups: Groups) -> dict[int, Columns]:

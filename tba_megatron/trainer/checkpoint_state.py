@@ -13,6 +13,8 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 
 from tba_megatron.trainer.model import Policy
 
+LOG_Z = "log_z.npz"  # a file of its own: it is the same on all ranks, and no part of the model
+
 METADATA = {
     # The one optimizer format that loads at other parallel sizes with torch.optim.AdamW (0.16.1).
     "distrib_optim_sharding_type": "fully_reshardable",

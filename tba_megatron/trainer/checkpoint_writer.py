@@ -46,7 +46,7 @@ from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError
 from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.checkpoint_folder import complete, final_path, make_partial, partial_path, sync
-from tba_megatron.trainer.checkpoint_state import GATHERED, policy_to_save
+from tba_megatron.trainer.checkpoint_state import GATHERED, LOG_Z, policy_to_save
 from tba_megatron.trainer.model import Policy
 from tba_megatron.trainer.run_state import RunState
 
@@ -120,6 +120,8 @@ class CheckpointWriter:
             if groups.rank == 0:
                 files[partial / "model" / "common.pt"] = _saved(common)
                 files[partial / "run.json"] = msgspec.json.encode(state)
+                if policy.log_z is not None:
+                    files[partial / LOG_Z] = policy.log_z.state()
         storage = FileSystemWriter(partial / "model", per_thread_copy_ahead=0)
         plans: list[Any] = [None] * groups.info.world_size
         dist.gather_object(plan, plans if groups.rank == 0 else None, dst=0, group=groups.world)

@@ -5,7 +5,7 @@ T packed tokens, R response positions, H hidden size, V rows of this rank's shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -29,10 +29,21 @@ class HeadSettings:
     vocab_size: int
 
 
-def forward_responses(chunk: torch.nn.Module, batch: Batch, head: HeadSettings, groups: Groups) -> Tensor:
+def nobody(hidden: Tensor, batch: Batch) -> None:
+    """Looks at no hidden states."""
+
+
+def forward_responses(
+    chunk: torch.nn.Module,
+    batch: Batch,
+    head: HeadSettings,
+    groups: Groups,
+    see: Callable[[Tensor, Batch], None] = nobody,
+) -> Tensor:
     """Log-probs float32 [R] at the response positions on the last stage, hidden states for the next stage elsewhere.
 
     No logits are kept: neither for the backward pass nor, larger than a chunk of the vocabulary, within this one.
+    ``see`` is shown the last hidden states [T, H] of all positions, as the output layer gets them.
     """
     gpt: Any = chunk
     while hasattr(gpt, "module"):  # DDP, Float16Module
@@ -45,6 +56,7 @@ def forward_responses(chunk: torch.nn.Module, batch: Batch, head: HeadSettings, 
         sequence_parallel = gpt.config.sequence_parallel
         if sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)  # its backward pass sums over ranks
+        see(hidden[:, 0], batch)
         rows: Tensor = gpt.output_layer.weight if weight is None else weight  # given where embeddings are tied
         first = groups.tp_rank * rows.shape[0]
         out = linear_logprob(

@@ -32,6 +32,7 @@ from tba_megatron.models.layer_spec import (
 )
 from tba_megatron.models.rotary import PackedRotary
 from tba_megatron.models.te_names import to_plain
+from tba_megatron.trainer.log_z import LogZ
 from tba_megatron.trainer.megatron_config import DTYPES, transformer_config
 from tba_megatron.types import PackedMicrobatch
 
@@ -122,6 +123,7 @@ class Policy:
     ddp: tuple[DistributedDataParallel, ...]  # each chunk, wrapped
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    log_z: LogZ | None = None  # of an objective that learns it; no part of the model
 
     @property
     def config(self) -> TransformerConfig:

@@ -20,7 +20,8 @@ from tba_megatron.dist import Groups
 from tba_megatron.kernels.balance import segment_sum
 from tba_megatron.loss.base import Loss, LossInputs, LossOutput, join_inputs, loss_inputs, mean_statistics
 from tba_megatron.packing import padding
-from tba_megatron.trainer.head import HeadSettings, forward_responses
+from tba_megatron.trainer.head import HeadSettings, forward_responses, nobody
+from tba_megatron.trainer.log_z_step import LogZStep
 from tba_megatron.trainer.model import Batch, Policy, to_device
 
 
@@ -42,14 +43,18 @@ def _run_schedule(
     groups: Groups,
     *,
     forward_only: bool,
+    see: Callable[[Tensor, Batch], None] = nobody,
 ) -> list:
-    """Megatron's schedule for this pipeline size; what ``on_logprobs`` made of [R] log-probs, on the last stage."""
+    """Megatron's schedule for this pipeline size; what ``on_logprobs`` made of [R] log-probs, on the last stage.
+
+    Before it ``see`` is shown the last hidden states, there too.
+    """
     n_batches = len(batches)
     batches = fill_up(batches, len(chunks), groups)
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module):
         batch = next(batches)
-        return forward_responses(model, batch, head, groups), lambda logprobs: on_logprobs(logprobs, batch)
+        return forward_responses(model, batch, head, groups, see), lambda logprobs: on_logprobs(logprobs, batch)
 
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -84,7 +89,11 @@ def sequence_logprobs(
 
 
 def token_logprobs(
-    chunks: Sequence[torch.nn.Module], batches: Sequence[Batch], head: HeadSettings, groups: Groups
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[Batch],
+    head: HeadSettings,
+    groups: Groups,
+    see: Callable[[Tensor, Batch], None] = nobody,
 ) -> list[Tensor]:
     """Log-probs of the response tokens: float32 [R] a microbatch, on the last stage only."""
 
@@ -92,7 +101,7 @@ def token_logprobs(
         return logprobs.new_zeros(()), logprobs.clone()
 
     with torch.no_grad():
-        return _run_schedule(chunks, batches, on_logprobs, head, groups, forward_only=True)
+        return _run_schedule(chunks, batches, on_logprobs, head, groups, forward_only=True, see=see)
 
 
 def update(
@@ -109,8 +118,8 @@ def update(
 
     ``normaliser`` is the global number of rollouts (or tokens, for the warm start) that the loss is divided by, so
     the gradient does not depend on how groups fall into microbatches and replicas. A non-finite gradient skips the
-    step: no weight changes, on any rank; the schedule goes on. ``reference_logprobs``, [R] a batch on the last stage,
-    are for a loss that reads them by token.
+    step: neither a weight nor log Z changes, on any rank; the schedule goes on. ``reference_logprobs``, [R] a batch on
+    the last stage, are for a loss that reads them by token.
     """
     for chunk in policy.ddp:
         chunk.train()
@@ -119,32 +128,44 @@ def update(
     # Megatron averages over microbatches and over data-parallel ranks; ours is a sum with one global normaliser.
     scale = len(fill_up(batches, len(policy.chunks), groups)) * groups.dp_size
 
+    assert policy.log_z is not None or not loss.needs.log_z, "a loss that needs log Z trains a policy without it"
+    log_z = LogZStep(policy.log_z if loss.needs.log_z else None, groups)
     # On other stages than the last there are none.
     by_batch = dict(zip(map(id, batches), reference_logprobs, strict=True)) if reference_logprobs else {}
 
     def inputs_of(logprobs: Tensor, batch: Batch) -> LossInputs:
         # A microbatch of padding is none of ``batches``, and has no response.
         reference = by_batch.get(id(batch), logprobs.detach()) if by_batch else None
-        return loss_inputs(batch.host, logprobs, normaliser=normaliser, reference_logprob_T=reference)
+        return loss_inputs(
+            batch.host,
+            logprobs,
+            normaliser=normaliser,
+            reference_logprob_T=reference,
+            log_z_S=log_z.values(batch),
+        )
 
-    split = _split_groups(policy, batches, loss, inputs_of, head, groups)
+    if log_z.starts:
+        _start_log_z(policy, batches, loss, inputs_of, log_z, head, groups)
+    split = _split_groups(policy, batches, loss, inputs_of, log_z, head, groups)
 
     def on_logprobs(logprobs: Tensor, batch: Batch) -> tuple[Tensor, LossOutput]:
         if batch.host.split_group < 0:
             output = loss(inputs_of(logprobs, batch))
+            log_z.add([batch], output)
         else:
             output = LossOutput(loss=(logprobs * split.gradients[id(batch)]).sum(), sums={})
         return (output.loss * scale).float(), output
 
-    parts = _run_schedule(policy.ddp, batches, on_logprobs, head, groups, forward_only=False) + split.outputs
+    parts = _run_schedule(policy.ddp, batches, on_logprobs, head, groups, forward_only=False, see=log_z.see)
     # Before the update, so that step k of a warm-up of w steps is made at k / w of the peak, and none at rate 0.
     policy.scheduler.step(1)
-    norm, skipped = _apply_gradient(policy)
+    norm, skipped = _apply_gradient(policy, others_finite=log_z.is_finite())
+    log_z.finish(skipped=skipped)
     return Update(
         skipped=skipped,
         grad_norm=norm,
         learning_rate=policy.optimizer.param_groups[0]["lr"],
-        statistics=_reduce_statistics(parts, groups),
+        statistics=_reduce_statistics(parts + split.outputs, groups),
     )
 
 
@@ -161,6 +182,7 @@ def _split_groups(
     batches: Sequence[Batch],
     loss: Loss,
     inputs_of: Callable[[Tensor, Batch], LossInputs],
+    log_z: LogZStep,
     head: HeadSettings,
     groups: Groups,
 ) -> _SplitGroups:
@@ -172,7 +194,7 @@ def _split_groups(
     parts = [batch for batch in batches if batch.host.split_group >= 0]
     if not parts:
         return _SplitGroups(gradients={}, outputs=[])
-    logprobs = token_logprobs(policy.ddp, parts, head, groups)
+    logprobs = token_logprobs(policy.ddp, parts, head, groups, log_z.see)
     by_group: dict[int, list[tuple[Batch, Tensor]]] = defaultdict(list)
     for batch, logprobs_R in zip(parts, logprobs, strict=False):  # none on other stages than the last
         by_group[batch.host.split_group].append((batch, logprobs_R.requires_grad_()))
@@ -181,18 +203,37 @@ def _split_groups(
     for members in by_group.values():
         inputs = [inputs_of(leaf, batch) for batch, leaf in members]
         output = loss(join_inputs(inputs))
+        log_z.add([batch for batch, _ in members], output)
         found = torch.autograd.grad(output.loss, [leaf for _, leaf in members])
         gradients |= {id(batch): gradient for (batch, _), gradient in zip(members, found, strict=True)}
         outputs.append(replace(output, loss=output.loss.detach()))
     return _SplitGroups(gradients=gradients, outputs=outputs)
 
 
-def _apply_gradient(policy: Policy) -> tuple[float, bool]:
-    """(global gradient norm, skipped). The norm is reduced over all ranks, so all ranks agree."""
+def _start_log_z(
+    policy: Policy,
+    batches: Sequence[Batch],
+    loss: Loss,
+    inputs_of: Callable[[Tensor, Batch], LossInputs],
+    log_z: LogZStep,
+    head: HeadSettings,
+    groups: Groups,
+) -> None:
+    """Before the first step of a run: a pass without gradient that finds where log Z starts. The gradient of a
+    sequence's log Z has nothing of the rest of its group, so parts of a group are as good as the whole."""
+    logprobs = token_logprobs(policy.ddp, batches, head, groups, log_z.see)
+    for batch, logprobs_R in zip(batches, logprobs, strict=False):  # none on other stages than the last
+        log_z.add([batch], loss(inputs_of(logprobs_R, batch)))
+    log_z.start()
+
+
+def _apply_gradient(policy: Policy, *, others_finite: bool) -> tuple[float, bool]:
+    """(global gradient norm, skipped). The norm is reduced over all ranks, so all ranks agree. ``others_finite``:
+    whether what is updated beside the weights has a finite gradient, the same on all ranks."""
     optimizer = policy.optimizer
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm() or 0.0)
-    if not math.isfinite(norm):
+    if not (math.isfinite(norm) and others_finite):
         return norm, True
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.config.clip_grad > 0.0 and not getattr(part, "is_stub_optimizer", False):

@@ -15,7 +15,7 @@ import torch
 from ranks import run_ranks
 
 from tba_megatron.config import Config
-from tba_megatron.config_objective import Grpo, ObjectiveConfig
+from tba_megatron.config_objective import Grpo, ObjectiveConfig, TbLearnedZ
 from tba_megatron.errors import CheckpointError
 from tba_megatron.metrics import JsonlWriter, MetricLog
 from tba_megatron.models.tokenizer import HfTokenizer
@@ -196,6 +196,24 @@ def test_the_same_recording_gives_the_same_losses_stopped_or_not(sizes, model, r
     assert len({value for _, value in first["optim/loss"]}) == STEPS
     for folder in runs[1:]:
         assert_equal_exports(folder / "hf", runs[0] / "hf")
+
+
+LEARNED = {"objective": ObjectiveConfig(loss=TbLearnedZ(beta=0.1, log_z_learning_rate=0.2))}
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS[:2], ids=str)
+def test_a_learned_log_z_is_trained_on_a_recording_stopped_or_not(sizes, model, recording, tmp_path):
+    runs = [tmp_path / name for name in ("whole", "parts")]
+    for folder, steps in ((runs[0], STEPS), (runs[1], STOP), (runs[1], STEPS)):
+        made = replay_config(folder, model, recording, sizes, steps=steps).model_copy(update=LEARNED)
+        assert set(run_ranks(replay, made, **sizes)) == {0}
+    names = (*NAMES, "policy/log_z", "policy/log_z_std", "policy/log_z_error")
+    whole, parts = (logged(folder, *names) for folder in runs)
+    assert whole == parts
+    assert len({value for _, value in whole["policy/log_z"]}) == STEPS
+    spreads = [value for _, value in whole["policy/log_z_std"]]
+    assert spreads[0] < 1e-4 < spreads[-1]
+    assert_equal_exports(runs[1] / "hf", runs[0] / "hf")
 
 
 def test_a_recording_trains_the_same_at_other_parallel_sizes(model, recording, tmp_path):

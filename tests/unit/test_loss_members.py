@@ -23,6 +23,7 @@ LONGEST = 10
 MEMBERS = [
     section.TbVarGrad(beta=0.5),
     section.TbaPrime(beta=0.5),
+    section.TbLearnedZ(beta=0.5),
     section.KimiK15(tau=0.5),
     section.KimiK2(tau=0.5),
     section.Oapl(tau=0.5),
@@ -72,6 +73,7 @@ def two_completions() -> LossInputs:
         behaviour_logprob_T=torch.tensor([-1.2, -0.5, -1.5], **double),  # log-ratios 0.2, 0, -0.5; sums 0.2, -0.5
         reference_logprob_T=torch.tensor([-1.5, -0.5, -1.5], **double),  # kl by token 0.5, 0, -0.5; sums 0.5, -0.5
         reference_logprob_S=torch.tensor([-2.0, -1.5], **double),
+        log_z_S=torch.tensor([2.0, 2.0], **double),
     )
 
 
@@ -86,6 +88,8 @@ K3 = (math.exp(-0.5) + 0.5 - 1) / 2 + math.exp(0.5) - 0.5 - 1  # of the first in
         # A = (0.5 - 0.25, -0.5 + 0.25): the residuals
         (section.TbVarGrad(beta=0.5), 2 * 0.25**2 / (2 * 0.5 * 2), [-0.125, -0.125, 0.125]),
         (section.TbaPrime(beta=0.5), (0.25 * 1.5 - 0.25 * 2) / 2, [-0.125, -0.125, 0.125]),
+        # A = (1, 0) - 0.5 * (log Z = 2 + kl)
+        (section.TbLearnedZ(beta=0.5), (0.25**2 + 0.75**2) / (2 * 0.5 * 2), [0.125, 0.125, 0.375]),
         # The same, because the mean of kl is 0
         (section.KimiK15(tau=0.5), 2 * 0.25**2 / (2 * 0.5 * 2), [-0.125, -0.125, 0.125]),
         # A = (0.5 - 0.5 * 0.2, -0.5 + 0.5 * 0.5)
@@ -145,6 +149,7 @@ def test_what_an_objective_does_not_need_it_does_not_read(member):
         reference_logprob_S=inputs.reference_logprob_S if loss.needs.reference is ReferenceNeed.SUMS else nan_S,
         reference_logprob_T=inputs.reference_logprob_T if loss.needs.reference is ReferenceNeed.TOKENS else None,
         behaviour_logprob_T=inputs.behaviour_logprob_T if loss.needs.behaviour else nan_T,
+        log_z_S=inputs.log_z_S if loss.needs.log_z else None,
     )
     assert torch.equal(gradient_of(loss, blind), gradient_of(loss, inputs))
     assert all(map(math.isfinite, numbers(loss(blind)).values()))
@@ -174,6 +179,7 @@ def test_three_copies_equal_three_equal_sequences(member, guards):
         behaviour_logprob_T=one.behaviour_logprob_T[at],
         reference_logprob_T=one.reference_logprob_T[at],
         reference_logprob_S=one.reference_logprob_S[[0, 1, 1, 1, 2]],
+        log_z_S=None if one.log_z_S is None else one.log_z_S[[0, 1, 1, 1, 2]],
     )
     loss = loss_of(member, guards)
     assert_same(numbers(loss(one)), numbers(loss(three)))
@@ -187,6 +193,9 @@ def test_adding_a_constant_to_the_rewards_of_a_group_changes_no_gradient(member)
     loss, inputs = loss_of(member), full(random_inputs(6), 6)
     shift_S = torch.tensor([3.0, -7.0, 11.0, 0.5])[inputs.group_index_S % 4].double()
     shifted = replace(inputs, reward_S=inputs.reward_S + shift_S)
+    if loss.needs.log_z:  # which has the constant to learn
+        assert inputs.log_z_S is not None
+        shifted = replace(shifted, log_z_S=inputs.log_z_S + shift_S / member.beta)
     torch.testing.assert_close(gradient_of(loss, shifted), gradient_of(loss, inputs))
 
 
@@ -216,7 +225,11 @@ def test_splitting_over_microbatches_and_replicas_gives_the_same_gradient(member
             logprob_T = torch.cat(per_sequence).requires_grad_()
             output = loss(
                 loss_inputs(
-                    p.microbatch, logprob_T, normaliser=len(rollouts), reference_logprob_T=logprob_T.detach() - 0.1
+                    p.microbatch,
+                    logprob_T,
+                    normaliser=len(rollouts),
+                    reference_logprob_T=logprob_T.detach() - 0.1,
+                    log_z_S=torch.tensor([0.1 * r.sequence for r in p.rollout_ids], dtype=torch.float64),
                 )
             )
             output.loss.backward()
@@ -413,7 +426,7 @@ def test_beta_falls_in_a_line_and_jumps_at_its_stop_step():
     assert [late.beta_at(step) for step in (6, 11, 30)] == pytest.approx([0.009, 0.004, 0.004])
 
 
-@pytest.mark.parametrize("kind", [section.TbVarGrad, section.TbaPrime])
+@pytest.mark.parametrize("kind", [section.TbVarGrad, section.TbaPrime, section.TbLearnedZ])
 def test_the_loss_of_a_step_has_the_beta_of_that_step(kind):
     line = {"kind": "linear", "target": 0.1, "target_step": 10, "stop_step": 10}
     objective = section.ObjectiveConfig(loss=kind(beta=0.5, beta_schedule=line))
