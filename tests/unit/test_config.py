@@ -108,8 +108,8 @@ def test_a_missing_key_is_reported_at_the_section_that_lacks_it(tmp_path):
     assert problems_of(tmp_path, text) == [
         "F:1: run.folder: missing",
         "F: trainer: missing",
-        "F:5: objective.loss.kind: missing; choose one of tb_vargrad, tba_prime, tb_learned_z, kimi_k15, kimi_k2, oapl, "
-        "rloo, proximal_rloo, ppo_clip, grpo, dr_grpo, online_dpo",
+        "F:5: objective.loss.kind: missing; choose one of tb_vargrad, tba_prime, tb_learned_z, kimi_k15, kimi_k2, "
+        "oapl, rloo, proximal_rloo, ppo_clip, grpo, dr_grpo, online_dpo",
     ]
 
 
