@@ -26,6 +26,7 @@ from tba_megatron.config_search import (
 )
 from tba_megatron.config_sections import (
     BufferConfig,
+    Constant,
     MetricsConfig,
     ModelConfig,
     RecordedData,
@@ -170,11 +171,8 @@ class Config(Section):
             if o.guards.lost_negative_ratio == 0.0
             else "objective.guards.lost_negative_ratio: it"
         ) + " reads the log-probs of the policy that wrote a completion"
-        others = [
-            name for name, source in s.sources.items() if (source.temperature, source.top_p) != (o.temperature, 1.0)
-        ]
         samples = not isinstance(self.trainer.data, RecordedData)  # else ``search`` says nothing of what is trained on
-        as_objective = s.temperature == o.temperature and s.top_p == 1.0 and not others
+        as_objective = all(source.samples_as(o.temperature) for source in (s.main_source, *s.sources.values()))
         return [
             (
                 samples and o.needs_behaviour and not s.behaviour_logprobs,
@@ -183,7 +181,8 @@ class Config(Section):
             (
                 samples and o.needs_behaviour and not as_objective,
                 f"{reads_behaviour}, which are comparable only where it was sampled as objective.temperature "
-                f"({o.temperature:g}) says; set search.temperature to it, top_p to 1, and those of search.sources",
+                f"({o.temperature:g}) says, in every step; set search.temperature to it, temperature_schedule to "
+                f"constant, top_p to 1, and those of search.sources",
             ),
             (
                 samples and o.needs_behaviour and s.behaviour_logprobs and isinstance(s.engine, FakeEngineConfig),
@@ -235,6 +234,7 @@ class Config(Section):
     def _source_rules(self) -> list[tuple[bool, str]]:
         s, sampler = self.search, self.buffer.sampler
         fixed = [name for name, source in s.sources.items() if isinstance(source.policy, FixedPolicy)]
+        moving = [name for name in fixed if not isinstance(s.sources[name].temperature_schedule, Constant)]
         lags = [name for name, source in s.sources.items() if not isinstance(source.policy, NewestPolicy)]
         return [
             (
@@ -252,9 +252,14 @@ class Config(Section):
                 f"search.sources never does; choose async, or leave the policy of that source out",
             ),
             (
-                bool(fixed) and isinstance(sampler, RewardRecencySampler) and sampler.recent_probability == 1.0,
-                f"buffer.sampler.recent_probability: 1 draws nothing but recent rollouts, which those of "
+                bool(fixed) and isinstance(sampler, RewardRecencySampler) and sampler.only_recent,
+                f"buffer.sampler.recent_probability: 1 in every step draws nothing but recent rollouts, which those of "
                 f"{', '.join(fixed)} of search.sources never are; lower it to learn from them",
+            ),
+            (
+                bool(moving),
+                f"search.sources: {', '.join(moving)} has a temperature_schedule, which goes by the optimizer step of "
+                f"the policy that a searcher runs, but a fixed policy has none; give it a temperature alone",
             ),
             (
                 s.absent_warning_s > s.absent_limit_s,

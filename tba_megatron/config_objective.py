@@ -9,28 +9,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from tba_megatron.config_sections import Count, CountOrZero, Fraction, NonNegative, Positive, Section
+from tba_megatron.config_sections import Constant, CountOrZero, Fraction, Line, NonNegative, Positive, Section
 
 
-class ConstantBeta(Section):
-    kind: Literal["constant"] = "constant"
+class LinearBeta(Line):
+    """GSM8K of the paper: target 0.004, both steps 500; TL;DR: target 0.05, target_step 128, stop_step 32 (A.4)."""
 
-
-class LinearBeta(Section):
-    """From ``beta`` at step 1 in a straight line; ``stop_step`` before ``target_step`` ends it with a jump (TBA, A.4).
-
-    GSM8K of the paper: target 0.004, both steps 500; TL;DR: target 0.05, target_step 128, stop_step 32.
-    """
-
-    kind: Literal["linear"] = "linear"
     target: Positive
-    target_step: Count
-    """The line would reach ``target`` one step after it."""
-    stop_step: Count
-    """From here on beta is ``target``."""
 
 
-BetaSchedule = Annotated[ConstantBeta | LinearBeta, Field(discriminator="kind")]
+BetaSchedule = Annotated[Constant | LinearBeta, Field(discriminator="kind")]
 
 
 class Annealed(Section):
@@ -38,15 +26,10 @@ class Annealed(Section):
 
     beta: Positive
     """Reward units per nat of KL to the reference."""
-    beta_schedule: BetaSchedule = ConstantBeta()
+    beta_schedule: BetaSchedule = Constant()
 
     def beta_at(self, step: int) -> float:
-        line = self.beta_schedule
-        if isinstance(line, ConstantBeta):
-            return self.beta
-        if step >= line.stop_step:
-            return line.target
-        return self.beta + (line.target - self.beta) * min(1.0, (step - 1) / line.target_step)
+        return self.beta_schedule.value_at(self.beta, step)
 
     def at(self, step: int) -> Self:
         """With the beta of ``step``."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tba_megatron.config_sections import Count, CountOrZero, Fraction, NonNegative, Positive, Section
+from tba_megatron.config_sections import Constant, Count, CountOrZero, Fraction, Line, NonNegative, Positive, Section
 
 MAIN_SOURCE = "searcher"  # the source of those that ``search.searchers`` counts
 _Temperature = Annotated[float, Field(ge=0.01, le=2.0)]
@@ -108,14 +108,31 @@ class FixedPolicy(Section):
 SourcePolicy = Annotated[NewestPolicy | LaggingPolicy | FixedPolicy, Field(discriminator="kind")]
 
 
+class LinearTemperature(Line):
+    target: _Temperature
+
+
+TemperatureSchedule = Annotated[Constant | LinearTemperature, Field(discriminator="kind")]
+
+
 class SourceConfig(Section):
     """Searchers that sample in another way, or another policy; all else is as in ``search``. Each has metrics."""
 
     searchers: CountOrZero = 1
     """How many ``tba launch`` starts beside those of ``search.searchers``."""
     temperature: _Temperature = 1.0
+    temperature_schedule: TemperatureSchedule = Constant()
     top_p: _TopP = 1.0
     policy: SourcePolicy = NewestPolicy()
+
+    def temperature_at(self, step: int) -> float:
+        """What a searcher samples with that runs the policy after optimizer step ``step``; 0: what training began from,
+        which counts as 1."""
+        return self.temperature_schedule.value_at(self.temperature, max(1, step))
+
+    def samples_as(self, temperature: float) -> bool:
+        """Whether all that it writes is sampled with ``temperature`` from the whole distribution."""
+        return self.top_p == 1.0 and self.temperature_schedule.ends(self.temperature) == (temperature, temperature)
 
 
 SourceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
@@ -133,6 +150,8 @@ class SearchConfig(Section):
     """S of the paper: sampled for each visit of a prompt."""
     temperature: _Temperature = 1.0
     """Within what vLLM takes as it is: it would raise a smaller one to 0.01 without a word."""
+    temperature_schedule: TemperatureSchedule = Constant()
+    """Of the optimizer step of the policy that a searcher runs when a completion begins."""
     top_p: _TopP = 1.0
     max_new_tokens: Count = 256
     prompts_in_engine: Annotated[int, Field(ge=1, le=1 << 16)] = 32
@@ -156,11 +175,19 @@ class SearchConfig(Section):
     """Store the engine's own log-probs. Trajectory balance does not need them."""
 
     @property
+    def main_source(self) -> SourceConfig:
+        """How those of ``searchers`` sample."""
+        return SourceConfig(
+            searchers=self.searchers,
+            temperature=self.temperature,
+            temperature_schedule=self.temperature_schedule,
+            top_p=self.top_p,
+        )
+
+    @property
     def this_source(self) -> SourceConfig:
         """How a searcher of ``source`` samples."""
-        if self.source == MAIN_SOURCE:
-            return SourceConfig(searchers=self.searchers, temperature=self.temperature, top_p=self.top_p)
-        return self.sources[self.source]
+        return self.main_source if self.source == MAIN_SOURCE else self.sources[self.source]
 
 
 class EvaluationConfig(Section):

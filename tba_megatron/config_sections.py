@@ -27,6 +27,43 @@ class Section(BaseModel):
     )
 
 
+class Constant(Section):
+    """A value that is the same in every step."""
+
+    kind: Literal["constant"] = "constant"
+
+    def value_at(self, start: float, step: int) -> float:
+        return start
+
+    def ends(self, start: float) -> tuple[float, float]:
+        return start, start
+
+
+class Line(Section):
+    """From a value at step 1 in a straight line; ``stop_step`` before ``target_step`` ends it with a jump.
+
+    A function of the optimizer step alone, counted from 1, so a resumed run goes on where it was. Whose value it is
+    says what may be its target.
+    """
+
+    kind: Literal["linear"] = "linear"
+    target: float
+    target_step: Count
+    """The line would reach ``target`` one step after it."""
+    stop_step: Count
+    """From here on the value is ``target``."""
+
+    def value_at(self, start: float, step: int) -> float:
+        """Of a value that is ``start`` at step 1."""
+        if step >= self.stop_step:
+            return self.target
+        return start + (self.target - start) * min(1.0, (step - 1) / self.target_step)
+
+    def ends(self, start: float) -> tuple[float, float]:
+        """The first value and the last, between which all others lie."""
+        return self.value_at(start, 1), self.target
+
+
 class RunConfig(Section):
     folder: Path
     """Where everything of this run is kept. A folder that holds another configuration is refused."""
@@ -205,16 +242,33 @@ class TrainerConfig(Section):
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
 
+class LinearProbability(Line):
+    target: Fraction
+
+
+ProbabilitySchedule = Annotated[Constant | LinearProbability, Field(discriminator="kind")]
+
+
 class RewardRecencySampler(Section):
     """Per prompt: with ``recent_probability`` from its recent rollouts, else by reward from its whole pool."""
 
     kind: Literal["reward_recency"] = "reward_recency"
     recent_probability: Fraction = 0.95
     """m of the paper: the share of a step's prompts that are drawn as recent ones."""
+    recent_probability_schedule: ProbabilitySchedule = Constant()
     recent_age_steps: CountOrZero = 2
     """A rollout is recent while its newest policy is at most this many optimizer steps old, on this branch."""
     inverse_temperature: NonNegative = 0.0
     """Rollouts that are not drawn as recent have weight exp(this * reward) within their prompt; 0: uniform."""
+
+    def recent_probability_at(self, step: int) -> float:
+        """m of optimizer step ``step``, counted from 1."""
+        return self.recent_probability_schedule.value_at(self.recent_probability, step)
+
+    @property
+    def only_recent(self) -> bool:
+        """Whether no step draws anything else."""
+        return self.recent_probability_schedule.ends(self.recent_probability) == (1.0, 1.0)
 
 
 class UniformSampler(Section):  # prompts and their rollouts with equal probability

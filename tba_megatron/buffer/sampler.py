@@ -113,7 +113,7 @@ class RewardRecency:
     ) -> Draw:
         settings = self._settings
         rng = np.random.default_rng(seed)
-        wanted = int(rng.binomial(n_prompts, settings.recent_probability))
+        wanted = int(rng.binomial(n_prompts, settings.recent_probability_at(step + 1)))  # ``step`` of them are made
         part = recent_part(shard, history, step, settings.recent_age_steps) if wanted else nothing_recent()
         best, offer = part.offer(shard, wanted, seed)
         surveys = shards.gather((shard.prompts.histogram().astype(np.int32), len(part.prompts), offer))

@@ -78,7 +78,6 @@ class Searcher:
         self._config, self._engine, self._task, self._tokenizer = config, engine, task, tokenizer
         self._name, self._host, self._connect = name, host, connect
         self._rendezvous, self._find, self._dial = rendezvous, find, dial
-        self._sampling = sampling_of(config, tokenizer.eos_ids)
         self._maker = RolloutMaker(config.objective, task, tokenizer, name, config.search.source)
         # A few wait outside the engine: who asks when one has finished generates a step or two without it.
         self._most_prompts = config.search.prompts_in_engine + max(1, config.search.prompts_in_engine // 4)
@@ -362,7 +361,8 @@ class Searcher:
             self._requests += 1
             request_id = f"{self._requests}"
             self._visits[request_id] = visit
-            self._engine.submit(request_id, visit.prompt.token_ids, self._sampling)
+            sampling = sampling_of(self._config, self._tokenizer.eos_ids, self._engine.version.step)
+            self._engine.submit(request_id, visit.prompt.token_ids, sampling)
 
     def _generate(self, outbox: RolloutOutbox) -> None:
         started_s, recompute_s = time.monotonic(), self._engine.recompute_s

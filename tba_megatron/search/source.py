@@ -19,8 +19,8 @@ from tba_megatron.types import SamplingSettings
 _PROBE_TEXTS, _PROBE_TOKENS = 256, 24
 
 
-def sampling_of(config: Config, eos_ids: tuple[int, ...]) -> SamplingSettings:
-    """How this searcher samples each prompt.
+def sampling_of(config: Config, eos_ids: tuple[int, ...], step: int) -> SamplingSettings:
+    """How this searcher samples a prompt while it runs the policy after optimizer step ``step``.
 
     Trajectory balance learns from any of it. Behaviour log-probs, where they are stored, are those of the distribution
     that was sampled, after temperature and top-p: with a ``top_p`` below 1 what could not be sampled has none, and no
@@ -29,7 +29,7 @@ def sampling_of(config: Config, eos_ids: tuple[int, ...]) -> SamplingSettings:
     search, source = config.search, config.search.this_source
     return SamplingSettings(
         n=search.completions_per_prompt,
-        temperature=source.temperature,
+        temperature=source.temperature_at(step),
         top_p=source.top_p,
         max_new_tokens=search.max_new_tokens,
         eos_ids=eos_ids,

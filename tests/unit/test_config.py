@@ -209,7 +209,12 @@ def test_what_leaves_the_learning_problem_alone_may_change_between_attempts(file
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["config.yaml"]
 
 
-@pytest.mark.parametrize("key", ["search.temperature=0.5", "search.top_p=0.5", "search.completions_per_prompt=4"])
+TEMPERATURE_LINE = "search.temperature_schedule={kind: linear, target: 0.5, target_step: 9, stop_step: 9}"
+
+
+@pytest.mark.parametrize(
+    "key", ["search.temperature=0.5", TEMPERATURE_LINE, "search.top_p=0.5", "search.completions_per_prompt=4"]
+)
 def test_how_the_main_searchers_sample_stays(key, file, tmp_path):
     store_config(load_config(file), tmp_path / "r")
     with pytest.raises(RunFolderError, match="holds another configuration"):

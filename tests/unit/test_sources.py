@@ -53,8 +53,8 @@ def test_a_source_samples_in_its_own_way():
         n, most = search.completions_per_prompt, search.max_new_tokens
         return SamplingSettings(n=n, temperature=temperature, top_p=top_p, max_new_tokens=most, eos_ids=(1, 5))
 
-    assert sampling_of(config_of(), (1, 5)) == sampling(0.7, 1.0)
-    assert sampling_of(config_of("hot"), (1, 5)) == sampling(1.5, 0.9)
+    assert sampling_of(config_of(), (1, 5), 3) == sampling(0.7, 1.0)
+    assert sampling_of(config_of("hot"), (1, 5), 3) == sampling(1.5, 0.9)
 
 
 @pytest.mark.parametrize(("source", "steps"), [("searcher", 1), ("hot", 1), ("slow", 7), ("teacher", 0)])
