@@ -351,5 +351,8 @@ class MetricsConfig(Section):
     sample_rollouts_every_steps: CountOrZero = 50
     """A table of rollouts in TensorBoard; 0: never."""
     sample_rollouts: Count = 8
+    histograms_every_steps: CountOrZero = 20
+    """How residuals (advantages, where an objective has none) and ages are spread, in TensorBoard and in
+    ``metrics.jsonl``; 0: never."""
     log_every_steps: Count = 10
     """A line on an output that is no terminal; other logs get every step."""

@@ -13,6 +13,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -37,7 +39,11 @@ CHARTS = {
     "RL health": {
         "reward": ["Multiline", ["reward/train_mean", "eval/accuracy"]],
         "loss": ["Multiline", ["optim/loss", "optim/grad_norm"]],
-        "KL to the reference": ["Multiline", ["policy/kl_ref"]],
+        "KL to the reference (nats)": ["Multiline", ["policy/kl_ref", "policy/kl_ref_std"]],
+        "drift from the searchers (nats)": ["Multiline", ["policy/drift", "policy/drift_std"]],
+        "a token (nats)": ["Multiline", ["policy/entropy", "policy/kl_ref_per_token", "policy/drift_per_token"]],
+        "log Z (nats)": ["Multiline", ["policy/log_z", "policy/log_z_std"]],
+        "shares": ["Multiline", ["policy/ess_frac", "reward/equal_groups_frac"]],
         "age (steps)": ["Multiline", ["age/p50", "age/p95", "age/max"]],
         "completion length": ["Multiline", ["rollout/len_mean"]],
     },
@@ -50,6 +56,14 @@ CHARTS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Histogram:
+    """Counts in bins: of n bins, n + 1 edges that rise. An edge belongs to the bin above it."""
+
+    edges: Sequence[float]
+    counts: Sequence[float]
+
+
 class Writer(Protocol):
     """One place that metrics are written to."""
 
@@ -57,14 +71,16 @@ class Writer(Protocol):
 
     def table(self, tag: str, step: int, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None: ...
 
+    def histogram(self, tag: str, step: int, histogram: Histogram) -> None: ...
+
     def close(self) -> None: ...
 
 
 class MetricLog:
     """Hands everything to each of its writers, and keeps steps in order."""
 
-    def __init__(self, writers: Sequence[Writer]) -> None:
-        self._writers = tuple(writers)
+    def __init__(self, writers: Sequence[Writer], histograms_every_steps: int = 1) -> None:
+        self._writers, self._every = tuple(writers), histograms_every_steps
         self._last_step = -1
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -78,6 +94,15 @@ class MetricLog:
         self._advance(step)
         for writer in self._writers:
             writer.table(tag, step, headers, rows)
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Those of every so many steps are written, the others are not; with 0 none are."""
+        self._advance(step)
+        if not self._every or step % self._every:
+            return
+        for writer in self._writers:
+            for tag, histogram in histograms.items():
+                writer.histogram(tag, step, histogram)
 
     def close(self) -> None:
         for writer in self._writers:
@@ -101,14 +126,15 @@ def open_metric_log(
     if config.tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard", first_step))
     writers.append(console_writer(stream, total_steps=total_steps, log_every_steps=config.log_every_steps))
-    return MetricLog(writers)
+    return MetricLog(writers, config.histograms_every_steps)
 
 
 class JsonlWriter:
     """One JSON object a line.
 
     ``{"kind": "scalars", "step", "time_s", <metric>: value, ...}``, or for a table
-    ``{"kind": "table", "step", "time_s", "tag", "headers", "rows"}``.
+    ``{"kind": "table", "step", "time_s", "tag", "headers", "rows"}``, for a histogram
+    ``{"kind": "histogram", "step", "time_s", "tag", "edges", "counts"}``.
     ``time_s`` is Unix time. A value that is not finite is written as null.
     """
 
@@ -134,6 +160,11 @@ class JsonlWriter:
                 "rows": cells,
             }
         )
+
+    def histogram(self, tag: str, step: int, histogram: Histogram) -> None:
+        edges, counts = list(histogram.edges), list(histogram.counts)
+        head = {"kind": "histogram", "step": step, "time_s": self._now(), "tag": tag}
+        self._write({**head, "edges": edges, "counts": counts})
 
     def close(self) -> None:
         self._file.close()
@@ -177,6 +208,28 @@ class TensorBoardWriter:
 
     def table(self, tag: str, step: int, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         self._write(lambda: self._writer.add_text(tag, markdown_table(headers, rows), step))
+
+    def histogram(self, tag: str, step: int, histogram: Histogram) -> None:
+        """Only the bins around what was counted. Sums, which its pages do not show, are those of the bins' middles."""
+        full = [i for i, count in enumerate(histogram.counts) if count]
+        if not full:
+            return
+        counts = histogram.counts[full[0] : full[-1] + 1]
+        edges = histogram.edges[full[0] : full[-1] + 2]
+        middles = [(low + high) / 2 for low, high in pairwise(edges)]
+        self._write(
+            lambda: self._writer.add_histogram_raw(
+                tag,
+                min=edges[0],
+                max=edges[-1],
+                num=sum(counts),
+                sum=sum(n * x for n, x in zip(counts, middles, strict=True)),
+                sum_squares=sum(n * x * x for n, x in zip(counts, middles, strict=True)),
+                bucket_limits=list(edges[1:]),
+                bucket_counts=list(counts),
+                global_step=step,
+            )
+        )
 
     def close(self) -> None:
         self._write(self._writer.close)
@@ -223,6 +276,9 @@ class PlainConsole:
     def table(self, tag: str, step: int, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         pass
 
+    def histogram(self, tag: str, step: int, histogram: Histogram) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -245,6 +301,9 @@ class LiveConsole:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def table(self, tag: str, step: int, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        pass
+
+    def histogram(self, tag: str, step: int, histogram: Histogram) -> None:
         pass
 
     def close(self) -> None:

@@ -66,7 +66,8 @@ class LossOutput:
     """``loss`` is this microbatch's part of the step's loss. Statistics are detached 0-dim float64 tensors.
 
     ``sums`` are added over microbatches and ranks, ``maxima`` maximised. A sum named ``unit/x`` is a part of
-    the mean of x over ``units``, which is a sum of its own: ``rollout/kl`` and ``rollouts``.
+    the mean of x over ``units``, which is a sum of its own: ``rollout/kl`` and ``rollouts``. ``histograms`` are counts
+    in the bins of ``statistics.EDGES``, [bins] each, which are added as sums are.
 
     ``log_z_gradient_S``, of a loss that needs ``log_z``: the gradient, with respect to the log Z of each sequence, of
     this microbatch's part of half the mean of the squared residual in nats. That is the loss over tau, so that what log
@@ -76,6 +77,7 @@ class LossOutput:
     loss: Tensor
     sums: Mapping[str, Tensor]
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    histograms: Mapping[str, Tensor] = field(default_factory=dict)
     log_z_gradient_S: Tensor | None = None  # float64
 
 

@@ -21,7 +21,7 @@ from tba_megatron.loss.base import LossInputs, LossOutput, Needs, ReferenceNeed
 from tba_megatron.loss.guards import Guards
 from tba_megatron.loss.regression import push
 from tba_megatron.loss.sequences import Sequences, centred, leave_one_out, standardised
-from tba_megatron.loss.statistics import output, total
+from tba_megatron.loss.statistics import kl_sums, output
 
 _MOST_LOG_RATIO = 20.0
 
@@ -157,7 +157,7 @@ class Grpo(Clipped):
         less_T = (inputs.reference_logprob_T - inputs.logprob_T.double()).clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO)
         loss = found.loss + (weight_T * (less_T.exp() - less_T - 1.0)).sum()
         kl_S = s.logprob_S - segment_sum(inputs.reference_logprob_T, inputs.sequence_index_T, inputs.n_sequences)
-        return replace(found, loss=loss, sums={**found.sums, "loss": loss.detach(), "rollout/kl": total(kl_S, s)})
+        return replace(found, loss=loss, sums={**found.sums, "loss": loss.detach(), **kl_sums(kl_S, s)})
 
 
 class ProximalRloo(Clipped):

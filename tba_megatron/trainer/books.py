@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from tba_megatron.buffer.ledger import ShardCounts, combine
 from tba_megatron.config import Config
 from tba_megatron.metrics import MetricLog
-from tba_megatron.trainer.buffer_metrics import draw_metrics, ledger_metrics, quantile, shard_metrics
+from tba_megatron.trainer.buffer_metrics import age_histogram, draw_metrics, ledger_metrics, quantile, shard_metrics
 from tba_megatron.trainer.notes import DrawFacts, MessageCounts, Note
 from tba_megatron.trainer.publish import PublishDesk
 from tba_megatron.trainer.result import RunResult
 from tba_megatron.trainer.run_state import RunState
 from tba_megatron.trainer.source_metrics import SourceMetrics
 from tba_megatron.trainer.step import Update
-from tba_megatron.trainer.step_metrics import update_metrics
+from tba_megatron.trainer.step_metrics import update_histograms, update_metrics
 from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.registry import LIVING
 from tba_megatron.types import LedgerCounts, ShardReport
@@ -157,6 +157,7 @@ class Books:
             metrics["rollout/len_received"] = self._received_tokens / self._received_rollouts
         self._received_rollouts, self._received_tokens = 0, 0
         self._log.log(step, metrics)
+        self._log.histograms(step, {**update_histograms(done), "age/steps": age_histogram(ages)})
         self._snapshot_s = self._probe_s = 0.0
         every = self._config.metrics.sample_rollouts_every_steps
         if every and step % every == 0:

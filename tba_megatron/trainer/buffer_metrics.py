@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from tba_megatron.metrics import Histogram
 from tba_megatron.trainer.notes import DrawFacts, MessageCounts
 from tba_megatron.types import LedgerCounts, ShardReport
+
+AGE_EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def age_histogram(ages: Mapping[int, int]) -> Histogram:
+    """How many have which age, in optimizer steps; the last bin holds what is older too."""
+    counts = [0] * (len(AGE_EDGES) - 1)
+    for age, count in ages.items():
+        counts[min(bisect_right(AGE_EDGES, age), len(counts)) - 1] += count
+    return Histogram(edges=AGE_EDGES, counts=counts)
 
 
 def quantile(counts: Mapping[int, int], q: float) -> int:

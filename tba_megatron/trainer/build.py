@@ -50,7 +50,7 @@ class Model:
 def build_model(config: Config, groups: Groups) -> Model:
     trainer, folder = config.trainer, config.start_model
     architecture, shape = read_model_together(config, folder, groups)
-    head = HeadSettings(temperature=config.objective.temperature, vocab_size=shape.vocab_size)
+    head = HeadSettings(temperature=config.objective.temperature, vocab_size=shape.vocab_size, entropy=True)
     chunks = build_chunks(shape, trainer, groups)
     load_hf(chunks, architecture, shape, folder, groups)
     policy = build_policy(chunks, trainer, trainer.optimizer, trainer.steps)

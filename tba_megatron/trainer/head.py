@@ -27,6 +27,7 @@ class HeadSettings:
 
     temperature: float
     vocab_size: int
+    entropy: bool = False  # whether an update says how sure the policy is, too
 
 
 def nobody(hidden: Tensor, batch: Batch) -> None:
@@ -42,6 +43,8 @@ def forward_responses(
 ) -> Tensor:
     """Log-probs float32 [R] at the response positions on the last stage, hidden states for the next stage elsewhere.
 
+    With ``head.entropy`` [2, R], the second row being the entropy of each distribution, in nats and without gradient.
+
     No logits are kept: neither for the backward pass nor, larger than a chunk of the vocabulary, within this one.
     ``see`` is shown the last hidden states [T, H] of all positions, as the output layer gets them.
     """
@@ -52,7 +55,7 @@ def forward_responses(
         return forward(chunk, batch)
 
     def logprobs(hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
-        """Called as ColumnParallelLinear.forward (0.16.1): ``hidden`` [T, 1, H]; [R, 1], which GPTModel transposes."""
+        """Called as ColumnParallelLinear.forward (0.16.1): ``hidden`` [T, 1, H]; [R, 1 or 2], turned by GPTModel."""
         sequence_parallel = gpt.config.sequence_parallel
         if sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)  # its backward pass sums over ranks
@@ -68,12 +71,14 @@ def forward_responses(
             vocab_start=first,
             valid_rows=min(max(head.vocab_size - first, 0), rows.shape[0]),
             reduce_hidden_grad=not sequence_parallel,
+            entropy=head.entropy,
             main_grad=getattr(rows, "main_grad", None) if rows.requires_grad else None,
         )
-        return out.logprob[:, None], None
+        return out.logprob[:, None] if out.entropy is None else torch.stack([out.logprob, out.entropy], dim=1), None
 
     with _computing(gpt.output_layer, logprobs):
-        return forward(chunk, batch)[0]
+        found = forward(chunk, batch)
+    return found if head.entropy else found[0]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from tba_megatron.trainer.offline import OfflineLoop, Saving, StepData, restore
 from tba_megatron.trainer.recording import Recording
 from tba_megatron.trainer.result import RunResult, write_result
 from tba_megatron.trainer.step import Update
-from tba_megatron.trainer.step_metrics import update_metrics
+from tba_megatron.trainer.step_metrics import update_histograms, update_metrics
 from tba_megatron.types import TrainGroup
 
 
@@ -151,3 +151,4 @@ class _Recorded:
         self._skipped += update.skipped
         if self._log is not None:
             self._log.log(step, {**update_metrics(update, self._skipped), "time/step_s": seconds})
+            self._log.histograms(step, update_histograms(update))

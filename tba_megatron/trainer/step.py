@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 from tba_megatron.dist import Groups
 from tba_megatron.kernels.balance import segment_sum
 from tba_megatron.loss.base import Loss, LossInputs, LossOutput, join_inputs, loss_inputs, mean_statistics
+from tba_megatron.loss.statistics import entropy_sums
 from tba_megatron.packing import padding
 from tba_megatron.trainer.head import HeadSettings, forward_responses, nobody
 from tba_megatron.trainer.log_z_step import LogZStep
@@ -27,12 +28,14 @@ from tba_megatron.trainer.model import Batch, Policy, to_device
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What an optimizer step did. ``statistics`` are over the whole global batch, known on rank 0 only."""
+    """What an optimizer step did. ``statistics`` and ``histograms`` (``LossOutput``) are over the whole global batch,
+    known on rank 0 only."""
 
     skipped: bool
     grad_norm: float
     learning_rate: float
     statistics: Mapping[str, float]
+    histograms: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def _run_schedule(
@@ -45,7 +48,7 @@ def _run_schedule(
     forward_only: bool,
     see: Callable[[Tensor, Batch], None] = nobody,
 ) -> list:
-    """Megatron's schedule for this pipeline size; what ``on_logprobs`` made of [R] log-probs, on the last stage.
+    """Megatron's schedule for this pipeline size; what ``on_logprobs`` made of each forward pass, on the last stage.
 
     Before it ``see`` is shown the last hidden states, there too.
     """
@@ -85,7 +88,7 @@ def sequence_logprobs(
         return logprobs.new_zeros(()), sums.clone()
 
     with torch.no_grad():
-        return _run_schedule(chunks, batches, on_logprobs, head, groups, forward_only=True)
+        return _run_schedule(chunks, batches, on_logprobs, replace(head, entropy=False), groups, forward_only=True)
 
 
 def token_logprobs(
@@ -101,7 +104,8 @@ def token_logprobs(
         return logprobs.new_zeros(()), logprobs.clone()
 
     with torch.no_grad():
-        return _run_schedule(chunks, batches, on_logprobs, head, groups, forward_only=True, see=see)
+        without = replace(head, entropy=False)
+        return _run_schedule(chunks, batches, on_logprobs, without, groups, forward_only=True, see=see)
 
 
 def update(
@@ -148,12 +152,17 @@ def update(
         _start_log_z(policy, batches, loss, inputs_of, log_z, head, groups)
     split = _split_groups(policy, batches, loss, inputs_of, log_z, head, groups)
 
-    def on_logprobs(logprobs: Tensor, batch: Batch) -> tuple[Tensor, LossOutput]:
+    def on_logprobs(found: Tensor, batch: Batch) -> tuple[Tensor, LossOutput]:
+        logprobs = found[0] if head.entropy else found
         if batch.host.split_group < 0:
             output = loss(inputs_of(logprobs, batch))
             log_z.add([batch], output)
         else:
             output = LossOutput(loss=(logprobs * split.gradients[id(batch)]).sum(), sums={})
+        if head.entropy:
+            copies_S = torch.as_tensor(batch.host.copies, dtype=torch.float64, device=found.device)
+            sums = {**output.sums, **entropy_sums(found[1], copies_S, batch.sequence_index)}
+            output = replace(output, sums=sums)
         return (output.loss * scale).float(), output
 
     parts = _run_schedule(policy.ddp, batches, on_logprobs, head, groups, forward_only=False, see=log_z.see)
@@ -161,11 +170,13 @@ def update(
     policy.scheduler.step(1)
     norm, skipped = _apply_gradient(policy, others_finite=log_z.is_finite())
     log_z.finish(skipped=skipped)
+    statistics, histograms = _reduce_statistics(parts + split.outputs, groups)
     return Update(
         skipped=skipped,
         grad_norm=norm,
         learning_rate=policy.optimizer.param_groups[0]["lr"],
-        statistics=_reduce_statistics(parts + split.outputs, groups),
+        statistics=statistics,
+        histograms=histograms,
     )
 
 
@@ -242,11 +253,19 @@ def _apply_gradient(policy: Policy, *, others_finite: bool) -> tuple[float, bool
     return norm, False
 
 
-def _reduce_statistics(parts: Sequence[LossOutput], groups: Groups) -> dict[str, float]:
-    """Means and maxima over the global batch on rank 0; empty elsewhere."""
+def _reduce_statistics(parts: Sequence[LossOutput], groups: Groups) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Means and maxima over the global batch, and histograms, on rank 0; empty elsewhere."""
     sums: Counter[str] = Counter()
     maxima: dict[str, float] = {}
-    mine = [({k: float(v) for k, v in p.sums.items()}, {k: float(v) for k, v in p.maxima.items()}) for p in parts]
+    histograms: dict[str, list[float]] = {}
+    mine = [
+        (
+            {k: float(v) for k, v in p.sums.items()},
+            {k: float(v) for k, v in p.maxima.items()},
+            {k: v.tolist() for k, v in p.histograms.items()},
+        )
+        for p in parts
+    ]
     everyone: list[list] = [mine if groups.is_leader else []]
     if groups.info.world_size > 1:
         everyone = [[] for _ in range(groups.info.world_size)]
@@ -256,7 +275,10 @@ def _reduce_statistics(parts: Sequence[LossOutput], groups: Groups) -> dict[str,
             dst=0,
             group=groups.world,
         )
-    for part_sums, part_maxima in (part for parts in everyone for part in parts):
+    for part_sums, part_maxima, part_counts in (part for parts in everyone for part in parts):
         sums.update(part_sums)
         maxima.update({k: max(v, maxima[k]) if k in maxima else v for k, v in part_maxima.items()})
-    return {**mean_statistics(sums), **maxima} if sums else {}
+        for name, counts in part_counts.items():
+            before = histograms.get(name, [0.0] * len(counts))
+            histograms[name] = [a + b for a, b in zip(before, counts, strict=True)]
+    return ({**mean_statistics(sums), **maxima} if sums else {}), histograms

@@ -153,9 +153,13 @@ class PublishDesk:
 class Log:
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict]] = []
+        self.spread: dict[int, dict] = {}
 
     def log(self, step, metrics):
         self.rows.append((step, dict(metrics)))
+
+    def histograms(self, step, histograms):
+        self.spread[step] = histograms
 
     def table(self, *args):
         raise AssertionError("no samples were there")
@@ -630,6 +634,7 @@ def test_a_step_is_reported_with_the_facts_of_all_shards(tmp_path):
     step, metrics = desk.log.rows[-1]
     assert step == 1 and metrics["optim/skipped_total"] == 1
     assert (metrics["age/p50"], metrics["age/p95"], metrics["age/max"]) == (0, 2, 2)
+    assert list(desk.log.spread[1]["age/steps"].counts[:4]) == [10, 0, 2, 0]
     assert metrics["age/off_branch_frac"] == metrics["rollout/truncated_frac"] == 0.25
     assert (metrics["buffer/first_time_share"], metrics["rollout/len_trained"]) == (0.5, 5.0)
     assert metrics["throughput/train_tok_s"] == 20

@@ -13,6 +13,7 @@ from tba_megatron.buffer.shard import ReplayShard
 from tba_megatron.loss.base import LossInputs, loss_inputs, mean_statistics
 from tba_megatron.loss.guards import Guards
 from tba_megatron.loss.regression import TbaPrime, TbVarGrad
+from tba_megatron.loss.statistics import EDGES
 from tba_megatron.packing import pack, pack_into
 
 BETA = 0.3
@@ -21,7 +22,10 @@ OFF = Guards()
 DRIFT = [
     "drift_rollouts",
     "drift",
+    "drift_square",
     "abs_drift",
+    "drift_tokens",
+    "drift_per_token",
     "ratio",
     "ratio_square",
     "negative_push",
@@ -56,8 +60,11 @@ def test_a_case_computed_by_hand():
                 "loss": out.loss.item(),
                 "rollouts": 2,
                 "groups": 1,
+                "tokens": 3,
                 "residual_square": 0.25,
                 "kl": 0.0,
+                "kl_square": 0.25,
+                "kl_per_token": 0.0,
                 "log_z": 1.0,
                 "reward": 0.5,
                 "abs_advantage": 0.25,
@@ -72,6 +79,8 @@ def test_a_case_computed_by_hand():
             "max_completion_tokens": 2.0,
             "tau": 0.5,
         }
+        spread = out.histograms["residual_nats"]  # 0.5 is the lower edge of its bin, - 0.5 too
+        assert {EDGES[i]: float(n) for i, n in enumerate(spread) if n} == {-0.5: 1, 0.5: 1}
 
 
 def test_the_gradient_is_that_of_finite_differences():

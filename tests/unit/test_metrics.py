@@ -8,11 +8,14 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from tensorboard.util.tensor_util import make_ndarray
 
 from tba_megatron.config_sections import MetricsConfig
 from tba_megatron.errors import RunFolderError
 from tba_megatron.metrics import (
+    Histogram,
     JsonlWriter,
     MetricLog,
     TensorBoardWriter,
@@ -206,6 +209,36 @@ def test_tensorboard_holds_one_point_a_step_after_a_resume_and_the_tables_and_ch
     assert texts[0].tensor_proto.string_val[0].decode() == "| prompt |\n| --- |\n| 1\\|2 |"
     assert "custom_scalars__config__" in events.Tags()["tensors"]
     assert [r["step"] for r in records(tmp_path / "metrics.jsonl") if r["kind"] == "scalars"] == list(range(21))
+
+
+def test_a_histogram_is_written_every_so_many_steps_with_its_counts_where_they_were_counted(tmp_path):
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    config = MetricsConfig(histograms_every_steps=4, log_every_steps=1000)
+    log = open_metric_log(config, tmp_path, first_step=0, total_steps=20, stream=io.StringIO())
+    edges, counts = (-1000.0, -0.1, 0.1, 5.0, 7.0, 1000.0), (0, 3, 0, 2, 0)
+    for step in range(1, 10):
+        log.log(step, {})
+        log.histograms(step, {"a/x": Histogram(edges=edges, counts=counts)})
+    log.histograms(12, {"a/empty": Histogram(edges=edges, counts=(0,) * 5)})
+    log.close()
+    kept = [row for row in records(tmp_path / "metrics.jsonl") if row["kind"] == "histogram" and row["tag"] == "a/x"]
+    assert [(row["step"], row["edges"], row["counts"]) for row in kept] == [
+        (step, list(edges), list(counts)) for step in (4, 8)
+    ]
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    drawn = events.Tensors("a/x")
+    assert [event.step for event in drawn] == [4, 8] and "a/empty" not in events.Tags()["tensors"]
+    bins = make_ndarray(drawn[0].tensor_proto)
+    assert bins == pytest.approx(np.array([[-0.1, 0.1, 3], [0.1, 5.0, 0], [5.0, 7.0, 2]]))
+
+
+def test_without_steps_there_are_no_histograms(tmp_path):
+    log = MetricLog([JsonlWriter(tmp_path / "m.jsonl", 0)], histograms_every_steps=0)
+    log.histograms(1, {"a/x": Histogram(edges=(0.0, 1.0), counts=(1,))})
+    log.close()
+    assert records(tmp_path / "m.jsonl") == []
 
 
 def test_tensorboard_can_be_left_out(tmp_path):
