@@ -173,7 +173,28 @@ class Config(Section):
         ) + " reads the log-probs of the policy that wrote a completion"
         samples = not isinstance(self.trainer.data, RecordedData)  # else ``search`` says nothing of what is trained on
         as_objective = all(source.samples_as(o.temperature) for source in (s.main_source, *s.sources.values()))
+        by_searchers = "objective.reference.placement: searcher"
         return [
+            (
+                o.needs_reference and o.reads_reference == "none",
+                f"{by_searchers} has no effect, because objective.loss ({o.loss.kind}) reads no reference; "
+                "leave it out",
+            ),
+            (
+                o.needs_reference and o.reads_reference == "tokens",
+                f"{by_searchers} gives one log-prob a completion, and objective.loss ({o.loss.kind} with beta) reads "
+                f"one a token; choose device or host",
+            ),
+            (
+                o.needs_reference and o.reference.reset_every_steps > 0,
+                f"{by_searchers} cannot follow objective.reference.reset_every_steps ({o.reference.reset_every_steps}), "
+                f"because searchers hold the start model; set that to 0, or choose device or host",
+            ),
+            (
+                o.needs_reference and not samples,
+                f"{by_searchers} cannot be, because a recording (trainer.data) has no log-probs of the reference; "
+                f"choose device or host",
+            ),
             (
                 samples and o.needs_behaviour and not s.behaviour_logprobs,
                 f"{reads_behaviour}; set search.behaviour_logprobs to true",

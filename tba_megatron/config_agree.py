@@ -19,6 +19,8 @@ SHARED = (
     "search.max_new_tokens",
     "search.epochs",
 )
+# The reference of a run is its start model, wherever its weights are held.
+OF_A_REFERENCE = ("model.path", "sft.steps")
 
 
 def refuse_other_problems(config: Config) -> None:
@@ -30,5 +32,6 @@ def refuse_other_problems(config: Config) -> None:
         raise RunFolderError(
             f"{stored} cannot be read ({error.problems[0]}); is it the trainer's run.folder?"
         ) from None
-    if found := differences(run, config, lambda key: any(fnmatchcase(key, pattern) for pattern in SHARED)):
+    patterns = SHARED + (OF_A_REFERENCE if run.objective.reference.placement == "searcher" else ())
+    if found := differences(run, config, lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)):
         raise RunFolderError(f"this searcher would search for another run: {found}; start it with {stored}")

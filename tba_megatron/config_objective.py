@@ -171,9 +171,10 @@ class GuardsConfig(Section):
 class ReferenceConfig(Section):
     """pi_ref, which starts as the start model."""
 
-    placement: Literal["device", "host"] = "device"
+    placement: Literal["device", "host", "searcher"] = "device"
     """``device``: a second model beside the policy. ``host``: in host memory, swapped with the policy's weights for the
-    passes that score with it; of what has no log-prob yet, or for ``grpo`` with ``beta``, in each step."""
+    passes that score with it; of what has no log-prob yet, or for ``grpo`` with ``beta``, in each step. ``searcher``: each searcher has it, and scores what
+    it writes before sending it."""
     reset_every_steps: CountOrZero = 0
     """After each multiple of it the reference is the policy of that step, and the log-probs of a stored rollout are
     computed anew when it is drawn (TBA': 50); 0: never."""
@@ -196,3 +197,17 @@ class ObjectiveConfig(Section):
         return self.guards.lost_negative_ratio > 0.0 or isinstance(
             self.loss, KimiK2 | Oapl | ProximalRloo | PpoClip | Grpo | DrGrpo
         )
+
+    @property
+    def reads_reference(self) -> Literal["none", "sums", "tokens"]:
+        """What the loss reads of the reference, as ``ReferenceNeed`` of ``loss/base.py``."""
+        if isinstance(self.loss, TbVarGrad | TbaPrime | TbLearnedZ | KimiK15 | OnlineDpo):
+            return "sums"
+        if isinstance(self.loss, Rloo | ProximalRloo) and self.loss.beta:
+            return "sums"
+        return "tokens" if isinstance(self.loss, Grpo) and self.loss.beta else "none"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a rollout is worth something only with the reference's log-prob, because no trainer computes it."""
+        return self.reference.placement == "searcher"

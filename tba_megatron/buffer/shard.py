@@ -36,9 +36,10 @@ class ReplayShard:
 
     The capacities are this shard's share of those of ``buffer``; bytes are those of prompts, completions and behaviour
     log-probs. A token from ``vocab_size`` on is unknown to the model; ``drop_truncated`` makes completions without an
-    end invalid (``objective.truncated: drop``), ``needs_behaviour`` those without behaviour log-probs. A rollout that
-    was part of ``max_reuse`` optimizer steps (0: no limit) is held as before and may be drawn no more. Row numbers and
-    prompt numbers stay as they are until the next ``add``.
+    end invalid (``objective.truncated: drop``), ``needs_behaviour`` those without behaviour log-probs,
+    ``needs_reference`` those without the reference's. A rollout that was part of ``max_reuse`` optimizer steps (0: no
+    limit) is held as before and may be drawn no more. Row numbers and prompt numbers stay as they are until the next
+    ``add``.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class ReplayShard:
         capacity_bytes: int = 1 << 62,
         drop_truncated: bool = False,
         needs_behaviour: bool = False,
+        needs_reference: bool = False,
         max_reuse: int = 0,
         vocab_size: int = ANY_TOKEN,
     ) -> None:
         self._capacity_rollouts, self._capacity_bytes = capacity_rollouts, capacity_bytes
         self._per_prompt_rollouts = per_prompt_rollouts
         self._drop_truncated, self._vocab_size = drop_truncated, vocab_size
-        self._needs_behaviour = needs_behaviour
+        self._needs_behaviour, self._needs_reference = needs_behaviour, needs_reference
         self._most_uses = max_reuse or _ANY_USES
         self.clear()
 
@@ -188,6 +190,7 @@ class ReplayShard:
             drop_truncated=self._drop_truncated,
             vocab_size=self._vocab_size,
             needs_behaviour=self._needs_behaviour,
+            needs_reference=self._needs_reference,
         )
         prompt_G = self._known_prompts(batch, reasons_S)
         incoming = Incoming(batch, np.flatnonzero(reasons_S == VALID), prompt_G)

@@ -18,6 +18,7 @@ REASONS = (
     "behaviour_logprobs_missing",
     "behaviour_logprobs_length",
     "behaviour_logprobs_not_finite",
+    "reference_logprob_missing",
     "reference_logprob_not_finite",
     "reference_version_missing",
     "spans",
@@ -34,7 +35,12 @@ Reasons_S = npt.NDArray[np.int8]
 
 
 def invalid_reasons(
-    batch: RolloutBatch, *, drop_truncated: bool, vocab_size: int = ANY_TOKEN, needs_behaviour: bool = False
+    batch: RolloutBatch,
+    *,
+    drop_truncated: bool,
+    vocab_size: int = ANY_TOKEN,
+    needs_behaviour: bool = False,
+    needs_reference: bool = False,
 ) -> Reasons_S:
     """[S] the first law that each rollout breaks, as an index into ``REASONS``, or ``VALID``.
 
@@ -48,6 +54,7 @@ def invalid_reasons(
         "behaviour_logprobs_length": (batch.behaviour_length_S != NO_BEHAVIOUR)
         & (batch.behaviour_length_S != batch.length_S),
         "behaviour_logprobs_not_finite": _not_finite(batch),
+        "reference_logprob_missing": needs_reference & ~reference_known & ~has_version,
         "reference_logprob_not_finite": np.where(reference_known, np.isinf(batch.reference_S), has_version),
         "reference_version_missing": reference_known & ~has_version,
         "spans": ~_tiled(batch),

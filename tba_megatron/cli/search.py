@@ -18,12 +18,13 @@ from pathlib import Path
 from tba_megatron.cli.common import start_logging
 from tba_megatron.config import Config
 from tba_megatron.config_agree import refuse_other_problems
-from tba_megatron.config_search import AddressRendezvous, VllmEngineConfig
+from tba_megatron.config_search import AddressRendezvous, FakeEngineConfig, VllmEngineConfig
 from tba_megatron.dist import prepare_searcher_environment
-from tba_megatron.errors import ConfigError, EngineError, NoTrainerError, TaskError, TransportError
+from tba_megatron.errors import ConfigError, EngineError, ModelError, NoTrainerError, TaskError, TransportError
 from tba_megatron.heap import keep_freed_memory
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.search.engine import SearchEngine
+from tba_megatron.search.reference import ReferenceScorer
 from tba_megatron.search.source import check_same_tokenizer, fixed_model
 from tba_megatron.tasks.base import Task
 from tba_megatron.tasks.registry import make_task
@@ -62,7 +63,9 @@ def run(config: Config, args: argparse.Namespace) -> int:
         if model is not None:
             check_same_tokenizer(weights, model)
             version = version.as_foreign()
-        search_engine = make_engine(config, model or weights, version, seed=zlib.crc32(name.encode()))
+        seed = zlib.crc32(name.encode())
+        search_engine = make_engine(config, model or weights, version, seed)
+    reference = make_reference(config, seed)
     _log.info("searcher %s starts with version %s (source %s)", name, search_engine.version, config.search.source)
     searcher = Searcher(
         config=config,
@@ -75,6 +78,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
         find=find,
         dial=lambda found: ControlClient(found.address, found.token, name),
         connect=partial(RolloutSender, resend_s=config.transport.resend_s, most_bytes=config.most_message_bytes),
+        reference=reference,
     )
     try:
         return searcher.run()
@@ -112,6 +116,31 @@ def make_engine(config: Config, model: Path, version: PolicyVersion, seed: int) 
 
     return FakeEngine(
         model, engine, version=version, seed=seed, dtype=config.trainer.dtype, in_flight=config.search.in_flight
+    )
+
+
+def make_reference(config: Config, seed: int) -> ReferenceScorer | None:
+    """Who scores completions under the start model, where that is searchers' work. ModelError where it is not there."""
+    if config.objective.reference.placement != "searcher":
+        return None
+    engine, model = config.search.engine, config.start_model
+    if isinstance(engine, FakeEngineConfig):
+        from tba_megatron.search.fake_engine import FakeReference
+
+        return FakeReference()
+    if not (model / "config.json").is_file():
+        raise ModelError(
+            f"objective.reference.placement: searcher needs the start model in {model}, which has no config.json here; "
+            f"keep it on a disk that searchers share, or choose device"
+        )
+    from tba_megatron.search.vllm_reference import VllmReference
+
+    return VllmReference(
+        model,
+        engine,
+        temperature=config.objective.temperature,
+        max_length=config.model.max_length,
+        seed=seed,
     )
 
 

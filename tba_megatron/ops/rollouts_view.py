@@ -197,6 +197,7 @@ def _restored(config: Config, checkpoint: Path | None) -> tuple[ReplayShard, Run
         capacity_bytes=buffer.capacity_bytes,
         drop_truncated=config.objective.truncated == "drop",
         needs_behaviour=config.objective.needs_behaviour,
+        needs_reference=config.objective.needs_reference,
     )
     state = read_run_state(checkpoint) if checkpoint else None
     parts = {i: read_shard(checkpoint, i) for i in range(state.data_parallel)} if checkpoint and state else {}

@@ -121,3 +121,31 @@ class FakeEngine:
 
     def close(self) -> None:
         self._receiver.close()
+
+
+class FakeReference:
+    """A ``ReferenceScorer`` without a model: what it says is a function of the prompt and the completion."""
+
+    def __init__(self) -> None:
+        self._requests: deque[tuple[str, TokenIds, Sequence[TokenIds]]] = deque()
+
+    @property
+    def n_unfinished(self) -> int:
+        return len(self._requests)
+
+    def submit(self, request_id: str, prompt_token_ids: TokenIds, completions: Sequence[TokenIds]) -> None:
+        self._requests.append((request_id, prompt_token_ids, completions))
+
+    def step(self) -> Sequence[tuple[str, tuple[float, ...]]]:
+        """One request."""
+        if not self._requests:
+            return []
+        request_id, prompt, completions = self._requests.popleft()
+        return [(request_id, tuple(self.logprob(prompt, token_ids) for token_ids in completions))]
+
+    def logprob(self, prompt: TokenIds, token_ids: TokenIds) -> float:
+        """In (-1, 0] nats a token."""
+        return -len(token_ids) * zlib.crc32(f"{prompt.tolist()} {token_ids.tolist()}".encode()) / 2**32
+
+    def close(self) -> None:
+        pass

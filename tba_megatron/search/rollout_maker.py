@@ -21,6 +21,8 @@ from tba_megatron.types import (
     Tokenizer,
 )
 
+START_REFERENCE = 0  # the version of the reference that a searcher asks: the start model, which it never replaces
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visit:
@@ -40,11 +42,19 @@ class RolloutMaker:
         self._sample: SampleRollout | None = None
         self.generated = 0
 
-    def make(self, visit: Visit, completions: Sequence[Completion], newest: PolicyVersion) -> RolloutGroup:
-        """They count as generated before they are sent. ``newest``: the trainer's version, as far as it is known."""
+    def make(
+        self,
+        visit: Visit,
+        completions: Sequence[Completion],
+        newest: PolicyVersion,
+        reference: Sequence[float] | None = None,
+    ) -> RolloutGroup:
+        """They count as generated before they are sent. ``newest``: the trainer's version, as far as it is known.
+        ``reference``: the log-prob sums of the start model, where searchers compute them."""
         scores = self._task.score(visit.prompt, completions)
+        sums: Sequence[float | None] = [None] * len(completions) if reference is None else reference
         rollouts = []
-        for completion, score in zip(completions, scores, strict=True):
+        for completion, score, known in zip(completions, scores, sums, strict=True):
             truncated = completion.stop_reason is StopReason.LENGTH
             penalised = truncated and self._objective.truncated == "penalise"
             rollouts.append(
@@ -56,6 +66,8 @@ class RolloutMaker:
                     spans=tuple(_in_its_era(span, newest) for span in completion.spans),
                     source=self._source,
                     behaviour_logprobs=completion.behaviour_logprobs,
+                    reference_logprob=known,
+                    reference_version=None if known is None else START_REFERENCE,
                 )
             )
             self.generated += 1

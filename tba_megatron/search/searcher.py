@@ -20,6 +20,7 @@ from tba_megatron.heap import FreedMemory
 from tba_megatron.search.engine import ReceiveState, SearchEngine
 from tba_megatron.search.evaluate import evaluate
 from tba_megatron.search.link import TrainerLink
+from tba_megatron.search.reference import ReferenceScorer, WrittenGroups
 from tba_megatron.search.rollout_maker import RolloutMaker, Visit
 from tba_megatron.search.source import sampling_of, takes_every
 from tba_megatron.tasks.base import Task
@@ -59,6 +60,7 @@ class Searcher:
     """One incarnation. ``name`` is unique for ever.
 
     ``rendezvous`` is the trainer to join first, ``find`` finds later ones, ``dial`` and ``connect`` open channels.
+    ``reference`` scores what is written before it is sent; None where the trainer does.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Searcher:
         find: Callable[[], Rendezvous | None],
         dial: Callable[[Rendezvous], ControlChannel],
         connect: Callable[[Sequence[str], str, str], RolloutOutbox] = RolloutSender,
+        reference: ReferenceScorer | None = None,
     ) -> None:
         self._config, self._engine, self._task, self._tokenizer = config, engine, task, tokenizer
         self._name, self._host, self._connect = name, host, connect
@@ -84,6 +87,7 @@ class Searcher:
         self._outbox: RolloutOutbox | None = None  # once a trainer was joined
         self._queue: deque[Visit] = deque()  # leased, not yet in the engine
         self._visits: dict[str, Visit] = {}  # in the engine, by request id
+        self._written = WrittenGroups(self._maker, reference)
         self._evaluations: deque[PolicyVersion] = deque()
         self._evaluating = False
         self._requests = 0
@@ -125,7 +129,7 @@ class Searcher:
                 self._fill_engine()
             self._beat()
             self._freed.tend()
-            if self._engine.n_unfinished:
+            if self._under_way:
                 self._generate(self._outbox)
             else:
                 self._waiting_s += time.monotonic() - idle_from_s
@@ -135,9 +139,14 @@ class Searcher:
 
     def _patience_s(self) -> float:
         """How long to wait for a message: not at all while there is something to generate."""
-        if self._engine.n_unfinished:
+        if self._under_way:
             return 0.0
         return RECEIVING_POLL_S if self._receiving is not None else IDLE_POLL_S
+
+    @property
+    def _under_way(self) -> int:
+        """Prompts that were begun and are not sent yet."""
+        return self._engine.n_unfinished + self._written.n_waiting
 
     @property
     def _paused_s(self) -> float:
@@ -197,6 +206,7 @@ class Searcher:
         self._say_goodbye()  # one that is only slow hears it
         self._link.close(linger_s=0.0)
         self._engine.close()
+        self._written.close()
         return TRAINER_GONE
 
     def _leave(self) -> int:
@@ -206,6 +216,7 @@ class Searcher:
         self._say_goodbye()
         self._link.close()
         self._engine.close()
+        self._written.close()
         _log.info("searcher %s leaves (%s) after %d rollouts", self._name, self._stopping, self.generated)
         return 0
 
@@ -247,7 +258,7 @@ class Searcher:
 
     def _beat(self) -> None:
         now_s = time.monotonic()
-        wanted = max(0, self._most_prompts - self._engine.n_unfinished - len(self._queue))
+        wanted = max(0, self._most_prompts - self._under_way - len(self._queue))
         due = now_s - self._beat_s >= self._config.transport.heartbeat_s
         self._tell_sample(now_s)
         asked = self._received_prompts + wanted
@@ -349,6 +360,7 @@ class Searcher:
             self._handle(message)
         self._link.tend()
         self._watch_receive()
+        self._written.send(outbox, self._newest)
         outbox.flush()
         self._beat()
         return self._stopping is None and self._evaluating and self._hand_over_until_s is None
@@ -356,7 +368,8 @@ class Searcher:
     # ---- generation
 
     def _fill_engine(self) -> None:
-        while self._queue and self._engine.n_unfinished < self._config.search.prompts_in_engine:
+        in_engine = self._config.search.prompts_in_engine
+        while self._queue and self._engine.n_unfinished < in_engine and self._under_way < self._most_prompts:
             visit = self._queue.popleft()
             self._requests += 1
             request_id = f"{self._requests}"
@@ -366,13 +379,14 @@ class Searcher:
 
     def _generate(self, outbox: RolloutOutbox) -> None:
         started_s, recompute_s = time.monotonic(), self._engine.recompute_s
-        for request_id, completions in self._engine.step():
+        for request_id, completions in self._engine.step() if self._engine.n_unfinished else ():
             visit = self._visits.pop(request_id)
             finished = [c for c in completions if c.stop_reason is not StopReason.ABORT]
             if finished:
-                outbox.send(self._maker.make(visit, finished, self._newest))
+                self._written.add(visit, finished)
             else:
                 self._queue.append(visit)  # its lease is open until a group arrives
+        self._written.send(outbox, self._newest)
         self._worked(started_s, recompute_s)
 
     def _worked(self, since_s: float, recompute_s: float) -> None:

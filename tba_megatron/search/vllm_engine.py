@@ -44,7 +44,7 @@ _STOP_REASONS = {
     "abort": StopReason.ABORT,
     "error": StopReason.ABORT,
 }
-_RPC_LIMIT_S = 120.0  # a worker that answers later than that hangs
+RPC_LIMIT_S = 120.0  # a worker that answers later than that hangs
 
 Finished = tuple[str, tuple[Completion, ...]]
 
@@ -88,11 +88,7 @@ class VllmEngine:
             weight_transfer_config=WeightTransferConfig(backend="tba"),  # type: ignore[arg-type]
             worker_extension_cls="tba_megatron.search.vllm_worker.WorkerExtension",
         )
-        try:
-            self._engine = LLMEngine.from_engine_args(arguments)
-        except ValueError as error:
-            said = " ".join(str(error).split())[:300]
-            raise EngineError(f"vLLM refuses search.engine for the model in {model}: {said}") from error
+        self._engine = start_engine(arguments, model, "search.engine")
         self._behaviour_logprobs = behaviour_logprobs
         self._max_length = max_length
         self._vocab_size = self._engine.model_config.get_vocab_size()
@@ -104,7 +100,7 @@ class VllmEngine:
         self._paused_s = self._recompute_s = 0.0
         self._receiving: PolicyVersion | None = None
         self._set_version(version)
-        self._forget_files()
+        forget_files(self._call("tba_identity")[0])
         gc.collect()
         gc.freeze()  # the model's objects live for ever: the collector need not look at them again
 
@@ -131,19 +127,6 @@ class VllmEngine:
     @property
     def _scheduler(self) -> SearchScheduler:
         return self._engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """A worker process that died or hangs is an EngineError; without such processes errors are as they come."""
-        try:
-            yield
-        except (RuntimeError, TimeoutError, AssertionError, OSError, AttributeError) as error:
-            if self.workers == 1:
-                raise
-            raise EngineError(
-                f"a worker of the engine died or hangs ({type(error).__name__}: {error}); this searcher has to be "
-                f"started again"
-            ) from error
 
     def _prompt(self, token_ids: list[int]) -> TokensPrompt:
         if self._in_flight != "keep_kv":
@@ -191,7 +174,7 @@ class VllmEngine:
     def _step(self) -> list[RequestOutput]:
         """One step of vLLM. Of its time, the share of the tokens that are computed again is ``recompute_s``."""
         started_s = time.monotonic()
-        with self._working():
+        with worker_errors(self.workers):
             outputs = self._engine.step()
         scheduler = self._scheduler
         if scheduler.n_recomputed:
@@ -280,7 +263,7 @@ class VllmEngine:
             )
         started_s = time.monotonic()
         try:
-            self._engine.collective_rpc("tba_apply", timeout=_RPC_LIMIT_S)
+            self._engine.collective_rpc("tba_apply", timeout=RPC_LIMIT_S)
         except (RuntimeError, ValueError, AssertionError, KeyError, TimeoutError) as error:
             # Layers are half loaded and cannot be trusted: this process has to start again.
             raise EngineError(f"version {self._receiving} could not be loaded: {error}") from error
@@ -302,20 +285,43 @@ class VllmEngine:
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """``method`` of every worker, in their order."""
-        with self._working():
-            return self._engine.collective_rpc(method, timeout=_RPC_LIMIT_S, args=args)
-
-    def _forget_files(self) -> None:
-        """Unlink the files by which the workers have met: however they end, nothing is left of them.
-
-        Their memory in /dev/shm lives for as long as a worker has it mapped. What this process has there is unlinked
-        by Python's resource tracker, which outlives it.
-        """
-        identity = self._call("tba_identity")[0]
-        for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-            for path in folder.iterdir() if identity and folder.is_dir() else ():
-                if path.name.startswith(identity):
-                    path.unlink(missing_ok=True)
+        with worker_errors(self.workers):
+            return self._engine.collective_rpc(method, timeout=RPC_LIMIT_S, args=args)
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def start_engine(arguments: EngineArgs, model: Path, what: str) -> LLMEngine:
+    """EngineError where vLLM refuses ``what`` they ask for."""
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    except ValueError as error:
+        said = " ".join(str(error).split())[:300]
+        raise EngineError(f"vLLM refuses {what} for the model in {model}: {said}") from error
+
+
+@contextmanager
+def worker_errors(workers: int) -> Iterator[None]:
+    """A worker process that died or hangs is an EngineError; without such processes errors are as they come."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError, AssertionError, OSError, AttributeError) as error:
+        if workers == 1:
+            raise
+        raise EngineError(
+            f"a worker of the engine died or hangs ({type(error).__name__}: {error}); this searcher has to be "
+            f"started again"
+        ) from error
+
+
+def forget_files(identity: str) -> None:
+    """Unlink the files by which the workers have met, which begin with it: however they end, nothing is left of them.
+
+    Their memory in /dev/shm lives for as long as a worker has it mapped. What this process has there is unlinked by
+    Python's resource tracker, which outlives it.
+    """
+    for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        for path in folder.iterdir() if identity and folder.is_dir() else ():
+            if path.name.startswith(identity):
+                path.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ from tba_megatron.trainer.run_state import ATTEMPTS, read_attempts
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     """What is built from the start model: the policy that learns, and the reference that does not, where the loss reads
-    one."""
+    one and no searcher holds it."""
 
     architecture: Architecture
     shape: ModelShape
@@ -63,7 +63,7 @@ def build_model(config: Config, groups: Groups) -> Model:
         loss_at=loss_at,
         reference=None,
     )
-    if loss_at(1).needs.reference is ReferenceNeed.NONE:
+    if loss_at(1).needs.reference is ReferenceNeed.NONE or config.objective.reference.placement == "searcher":
         return model
     return replace(model, reference=_build_reference(config, model, groups))
 

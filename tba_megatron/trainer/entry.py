@@ -127,6 +127,7 @@ def _build_shard(config: Config, groups: Groups, vocab_size: int) -> StoredShard
             capacity_bytes=max(1, buffer.capacity_bytes // n_shards),
             drop_truncated=config.objective.truncated == "drop",
             needs_behaviour=config.objective.needs_behaviour,
+            needs_reference=config.objective.needs_reference,
             vocab_size=vocab_size,
             max_reuse=buffer.max_reuse,
         ),

@@ -3,6 +3,7 @@
 Real weights and real learning are in test_quickstart.py.
 """
 
+import math
 import re
 
 import pytest
@@ -14,6 +15,7 @@ from launching import (
     ledger_gap,
     processes_of,
     records,
+    rollouts_of,
     shared_memory,
     steps,
     summary_of,
@@ -139,3 +141,16 @@ def test_a_run_in_lock_step_trains_on_its_own_version_alone_and_files_bring_what
         assert (summary["weight_versions"], summary["age_steps_max"], summary["first_time_share"]) == (5, 0, 1.0)
     if transport == "files":
         assert newest(tmp_path / "weights")[0] == PolicyVersion(0, 4)
+
+
+def test_a_run_whose_searchers_hold_the_reference_trains_on_what_they_say_of_it(tmp_path):
+    done = tba("launch", tmp_path, *SETTINGS, "objective.reference.placement=searcher", "search.searchers=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = summary_of(tmp_path)
+    assert (summary["complete"], summary["steps"], ledger_gap(summary)) == (True, 4, 0)
+    divergence = list(records(tmp_path, "policy/kl_ref").values())
+    assert len(divergence) == 4 and all(map(math.isfinite, divergence))
+    # The fake one says at most 0 and more than -1 nat a token; the policy, as its own reference, would be at 0.
+    assert abs(divergence[0]) > 0.01
+    rows = rollouts_of(tmp_path)
+    assert rows and all(float(row["reference_logprob"]) <= 0.0 for row in rows)

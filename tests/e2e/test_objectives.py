@@ -1,4 +1,6 @@
-"""Objectives that read the log-probs of the policy that wrote a completion, with real engines."""
+"""Log-probs that an engine sends and an objective reads, of who wrote a completion and of the reference."""
+
+import math
 
 import pytest
 from chaos import start_model
@@ -7,7 +9,8 @@ from launching import ledger_gap, records, summary_of, tba
 pytestmark = pytest.mark.slow
 
 RESETS = "objective.reference.reset_every_steps=2"  # for kimi_k15, and no matter to the others
-COMMON = ("sft.steps=0", "trainer.steps=4", "evaluation.problems=16", "search.behaviour_logprobs=true")
+COMMON = ("sft.steps=0", "trainer.steps=4", "evaluation.problems=16")
+BEHAVIOUR = "search.behaviour_logprobs=true"
 LOCK_STEP = ("weights.mode=sync", "weights.publish_every_steps=1", "search.in_flight=recompute", "buffer.max_reuse=1")
 
 
@@ -31,7 +34,7 @@ def start(tmp_path_factory):
     ],
 )
 def test_on_fresh_data_the_engine_and_the_trainer_agree_on_every_ratio(loss, start, tmp_path):
-    done = tba("launch", tmp_path / "run", *COMMON, *LOCK_STEP, RESETS, *start, f"objective.loss={loss}")
+    done = tba("launch", tmp_path / "run", *COMMON, BEHAVIOUR, *LOCK_STEP, RESETS, *start, f"objective.loss={loss}")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = summary_of(tmp_path / "run")
     assert (summary["complete"], summary["steps"], ledger_gap(summary)) == (True, 4, 0)
@@ -39,3 +42,22 @@ def test_on_fresh_data_the_engine_and_the_trainer_agree_on_every_ratio(loss, sta
     drifts, shares = (list(records(tmp_path / "run", f"policy/{name}").values()) for name in ("abs_drift", "ess_frac"))
     assert len(drifts) == 4 and max(drifts) < 1e-4  # nats of a completion
     assert shares == pytest.approx([1.0] * 4, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_searcher_and_a_trainer_that_hold_the_reference_say_the_same_of_it(temperature, start, tmp_path):
+    """At the first step the policy is the reference, and the samples of two runs need not be the same."""
+    first = {}
+    for placement in ("device", "searcher"):
+        folder, settings = tmp_path / placement, [f"objective.reference.placement={placement}"]
+        settings += [f"{section}.temperature={temperature}" for section in ("objective", "search")]
+        done = tba("launch", folder, *COMMON, *LOCK_STEP, *start, *settings)
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary = summary_of(folder)
+        assert (summary["complete"], summary["steps"], ledger_gap(summary)) == (True, 4, 0)
+        assert summary["rollouts_discarded_invalid"] == 0
+        divergence = list(records(folder, "policy/kl_ref").values())
+        assert len(divergence) == 4 and all(map(math.isfinite, divergence))
+        assert max(map(abs, divergence[1:])) > 1e-3  # it is not the policy that is scored
+        first[placement] = divergence[0]
+    assert abs(first["device"]) < 1e-6 and abs(first["searcher"]) < 1e-4  # nats of a completion

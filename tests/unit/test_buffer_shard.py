@@ -115,6 +115,17 @@ def test_a_token_that_the_model_has_no_row_for_is_invalid():
     assert len(shard) == 3
 
 
+def test_a_rollout_without_the_references_logprob_is_invalid_only_where_no_trainer_computes_it():
+    for needed, invalid in ((False, {}), (True, {"reference_logprob_missing": 1})):
+        make, shard = RolloutFactory(), ReplayShard(10, 10, needs_reference=needed)
+        sent = [make.rollout([1], reference=-2.5), make.rollout([2]), make.rollout([], reference=0.0)]
+        nan = make.rollout([3], reference_logprob=math.nan, reference_version=0)
+        add(shard, as_group("p", [*sent, nan]))
+        assert shard.counts().invalid_reasons == invalid | {"reference_logprob_not_finite": 1}
+        known = {tuple(r.token_ids.tolist()): r.reference_logprob for r in held(shard, "p")}
+        assert known == {(1,): -2.5, (): 0.0} | ({} if needed else {(2,): None})
+
+
 def test_truncated_completions_are_invalid_only_where_the_objective_drops_them():
     for drop, invalid in ((False, 0), (True, 1)):
         make, shard = RolloutFactory(), ReplayShard(10, 10, drop_truncated=drop)

@@ -241,6 +241,7 @@ def test_settings_of_searchers_that_cannot_work_are_refused(overrides, message, 
 
 
 GRPO, BEHAVIOUR = "objective.loss={kind: grpo}", "search.behaviour_logprobs=true"
+BY_SEARCHERS = "objective.reference.placement=searcher"
 DPO, RLOO = "objective.loss={kind: online_dpo}", "objective.loss={kind: rloo}"
 
 
@@ -271,6 +272,15 @@ DPO, RLOO = "objective.loss={kind: online_dpo}", "objective.loss={kind: rloo}"
         (["objective.loss={kind: kimi_k15, tau: 0.1}"], "objective.reference.reset_every_steps: kimi_k15 is held to"),
         (["objective.guards.by_token=true"], "it has no effect without lost_negative_ratio"),
         (["objective.loss={kind: ppo_clip, dual_clip: 1}", BEHAVIOUR], "objective.loss.dual_clip: at 1 or less"),
+        ([RLOO, BY_SEARCHERS], "searcher has no effect, because objective.loss (rloo) reads no reference; leave it"),
+        (
+            ["objective.loss={kind: grpo, beta: 0.1}", BEHAVIOUR, BY_SEARCHERS],
+            "objective.reference.placement: searcher gives one log-prob a completion, and objective.loss (grpo with",
+        ),
+        (
+            [BY_SEARCHERS, "trainer.data={kind: recording, folder: r}"],
+            "because a recording (trainer.data) has no log-probs of the reference; choose device",
+        ),
     ],
 )
 def test_objectives_that_cannot_work_are_refused(overrides, message, file):
@@ -294,6 +304,8 @@ def test_objectives_with_what_they_read_are_accepted(file):
     load_config(file, [GRPO, BEHAVIOUR, "search.temperature=0.7", "objective.temperature=0.7"])
     load_config(file, ["objective.loss={kind: kimi_k15, tau: 0.1}", "objective.reference.reset_every_steps=50"])
     load_config(file, [RLOO, "search.top_p=0.9", "objective.guards.negative_weight=0.3"])
+    load_config(file, [BY_SEARCHERS, "objective.temperature=0.7"])
+    load_config(file, [BY_SEARCHERS, "objective.loss={kind: rloo, beta: 0.1}"])
 
 
 def test_a_run_may_go_on_with_other_parallel_sizes(file, tmp_path):

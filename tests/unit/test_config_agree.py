@@ -1,5 +1,6 @@
 """A searcher that would search for another run than the one it finds is refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def test_other_problems_rewards_or_measures_are_refused_with_their_key(override,
 def test_how_a_searcher_samples_and_where_it_lives_is_its_own(run_folder):
     own = ["search.temperature=0.7", "search.source=hot", "search.sources={hot: {temperature: 1.2}}"]
     refuse_other_problems(config(run_folder, *own, "search.prompts_in_engine=4", "transport.lease_s=30"))
+
+
+def test_a_searcher_that_scores_under_the_start_model_needs_the_runs_own(tmp_path):
+    for placement, refused in (("device", False), ("searcher", True)):
+        folder, placed = tmp_path / placement, f"objective.reference.placement={placement}"
+        store_config(config(folder, placed), folder)
+        with pytest.raises(RunFolderError, match=r"model\.path is ") if refused else nullcontext():
+            refuse_other_problems(config(folder, placed, "model.path=configs"))
+    with pytest.raises(RunFolderError, match=r"objective\.reference\.placement is searcher there and device here"):
+        refuse_other_problems(config(tmp_path / "searcher"))
 
 
 def test_a_folder_without_the_runs_configuration_is_one_line(tmp_path):

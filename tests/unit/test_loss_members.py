@@ -135,7 +135,9 @@ def test_every_configured_objective_is_tested_and_says_what_it_needs():
     for member in MEMBERS:
         for guards in GUARDS:
             objective = section.ObjectiveConfig(loss=member, guards=guards)
-            needs_behaviour = make_loss(objective, LONGEST).needs.behaviour
+            needs = make_loss(objective, LONGEST).needs
+            assert needs.reference == objective.reads_reference
+            needs_behaviour = needs.behaviour
             if not isinstance(member, section.OnlineDpo):  # which takes no guards
                 assert needs_behaviour == objective.needs_behaviour
 

@@ -22,7 +22,7 @@ from tba_megatron.config_sections import CopyTask
 from tba_megatron.errors import TransportError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.rollout_batch import decode
-from tba_megatron.search.fake_engine import FakeEngine
+from tba_megatron.search.fake_engine import FakeEngine, FakeReference
 from tba_megatron.search.searcher import TRAINER_GONE, Searcher, new_name
 from tba_megatron.tasks.registry import make_task
 from tba_megatron.transport.control import ControlServer
@@ -106,7 +106,9 @@ def fake_engine(weights: Path, kind: type[FakeEngine] = FakeEngine, **config) ->
     return kind(weights, FakeEngineConfig(**config), version=V0, seed=0, answer=right_answer)
 
 
-def searcher_of(config: Config, engine: FakeEngine, control, connect=RolloutSender, task=TASK, name="me") -> Searcher:
+def searcher_of(
+    config: Config, engine: FakeEngine, control, connect=RolloutSender, task=TASK, name="me", reference=None
+) -> Searcher:
     return Searcher(
         config=config,
         engine=engine,
@@ -118,6 +120,7 @@ def searcher_of(config: Config, engine: FakeEngine, control, connect=RolloutSend
         find=lambda: RENDEZVOUS,
         dial=lambda found: control,
         connect=connect,
+        reference=reference,
     )
 
 
@@ -168,9 +171,9 @@ def groups_of(inbox: RolloutInbox) -> list[RolloutGroup]:
     return [group for arrival in inbox.drain() for group in arrival.batch.groups()]
 
 
-def run_here(config: Config, engine: FakeEngine, control: Script, *, task=TASK) -> Ran:
+def run_here(config: Config, engine: FakeEngine, control: Script, *, task=TASK, reference=None) -> Ran:
     rollouts = MemoryRollouts()
-    searcher = searcher_of(config, engine, control, lambda shards, token, name: rollouts, task)
+    searcher = searcher_of(config, engine, control, lambda shards, token, name: rollouts, task, reference=reference)
     code = searcher.run()
     return Ran(code, searcher, groups_of(rollouts))
 
@@ -287,6 +290,91 @@ def test_a_reward_that_is_no_number_is_counted_and_sent_for_the_shard_to_refuse(
     assert all(math.isnan(r.reward) for g in ran.groups for r in g.rollouts)
     assert ran.searcher.generated == 2 * S
     assert control.heard_of(SampleRollout) == []
+
+
+class SlowReference(FakeReference):
+    """Answers in every second step alone, and notes how much waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.waiting, self.closed = 0, [], False
+
+    def step(self):
+        self.steps += 1
+        self.waiting.append(self.n_unfinished)
+        return super().step() if self.steps % 2 == 0 else []
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_what_the_reference_says_of_each_completion_goes_with_it(weights, handlers):
+    reference = SlowReference()
+    ran = run_here(config_of(), fake_engine(weights), until(9 * S, prompts=9), reference=reference)
+    assert ran.code == 0 and reference.closed
+    assert_whole(ran, 9)
+    sent = [(g.prompt_token_ids, r) for g in ran.groups for r in g.rollouts]
+    assert {r.stop_reason for _, r in sent} == {StopReason.EOS}
+    for prompt, rollout in sent:
+        assert rollout.reference_logprob == reference.logprob(prompt, rollout.token_ids)  # the EOS is one of them
+        assert rollout.reference_version == 0
+    assert len({r.reference_logprob for _, r in sent}) > 9
+
+
+def test_without_a_reference_a_rollout_has_none(weights, handlers):
+    ran = run_here(config_of(), fake_engine(weights), until(2 * S, prompts=2))
+    assert {(r.reference_logprob, r.reference_version) for g in ran.groups for r in g.rollouts} == {(None, None)}
+
+
+def test_a_truncated_completion_has_its_references_logprob_and_an_empty_one_that_of_no_token(weights, handlers):
+    class Empty(FakeEngine):
+        def _complete(self, prompt, sampling, sample):
+            made = super()._complete(prompt, sampling, sample)
+            return dataclasses.replace(made, token_ids=made.token_ids[:0]) if sample == 0 else made
+
+    config, engine = config_of(search={"max_new_tokens": 1}), fake_engine(weights, Empty)
+    ran = run_here(config, engine, until(2 * S, prompts=2), reference=SlowReference())
+    assert {r.stop_reason for g in ran.groups for r in g.rollouts} == {StopReason.LENGTH}
+    for group in ran.groups:
+        empty, *others = [r.reference_logprob for r in group.rollouts]
+        assert empty == 0.0 and all(value is not None and value < 0.0 for value in others)
+
+
+def test_groups_that_wait_for_the_reference_hold_back_prompts_and_no_word(weights, handlers):
+    reference = SlowReference()
+    control = until(40 * S, prompts=40)
+    config = config_of(transport={"heartbeat_s": 1e-9})
+    ran = run_here(config, fake_engine(weights, tokens_per_step=1000), control, reference=reference)
+    assert_whole(ran, 40)
+    assert max(reference.waiting) == 4 + 1  # what the engine may hold and a few
+    beats = control.heard_of(Heartbeat)
+    assert len(beats) >= reference.steps
+    assert beats[-1].busy_s > 0
+
+
+def test_groups_that_wait_for_the_reference_leave_while_an_evaluation_runs(weights, handlers):
+    class Watched(MemoryRollouts):
+        def send(self, group: RolloutGroup) -> None:
+            during.append(searcher._evaluating)
+            super().send(group)
+
+    control = until(8 * S, prompts=8)
+    answer, asked, during = control._answer, [], []
+
+    def and_evaluate(message: FromSearcher) -> Iterable[ToSearcher]:
+        if isinstance(message, Heartbeat) and reference.n_unfinished == 3 and not asked:
+            asked.append(True)
+            yield Evaluate(version="0.0")
+        yield from answer(message)
+
+    control._answer = and_evaluate
+    reference = SlowReference()
+    config = config_of(transport={"heartbeat_s": 1e-9}, evaluation={"problems": 15})
+    engine = fake_engine(weights, tokens_per_step=8)
+    searcher = searcher_of(config, engine, control, lambda shards, token, name: Watched(), reference=reference)
+    assert searcher.run() == 0
+    assert len(control.heard_of(Evaluated)) == 1
+    assert sum(during) >= 2 and searcher.generated == 8 * S
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
