@@ -3,6 +3,7 @@
 Real weights and real learning are in test_quickstart.py.
 """
 
+import json
 import math
 import re
 
@@ -152,5 +153,7 @@ def test_a_run_whose_searchers_hold_the_reference_trains_on_what_they_say_of_it(
     assert len(divergence) == 4 and all(map(math.isfinite, divergence))
     # The fake one says at most 0 and more than -1 nat a token; the policy, as its own reference, would be at 0.
     assert abs(divergence[0]) > 0.01
-    rows = rollouts_of(tmp_path)
-    assert rows and all(float(row["reference_logprob"]) <= 0.0 for row in rows)
+    rollouts_of(tmp_path, f"export={tmp_path / 'all.jsonl'}")
+    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert rows and {row["reference_version"] for row in rows} == {0}
+    assert all(-len(row["token_ids"]) < row["reference_logprob"] <= 0.0 for row in rows)
