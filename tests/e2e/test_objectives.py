@@ -51,6 +51,7 @@ def test_a_searcher_and_a_trainer_that_hold_the_reference_say_the_same_of_it(tem
     for placement in ("device", "searcher"):
         folder, settings = tmp_path / placement, [f"objective.reference.placement={placement}"]
         settings += [f"{section}.temperature={temperature}" for section in ("objective", "search")]
+        settings += ["objective.truncated=penalise", "trainer.optimizer.learning_rate=0.01"]  # something to learn
         done = tba("launch", folder, *COMMON, *LOCK_STEP, *start, *settings)
         assert done.returncode == 0, done.stdout + done.stderr
         summary = summary_of(folder)
