@@ -29,6 +29,7 @@ from benchmarks.staleness_run import CONFIG, Cell, run_cells, start_of
 OBJECTIVES = {
     "tb_vargrad": "{kind: tb_vargrad, beta: 0.1}",
     "tba_prime": "{kind: tba_prime, beta: 0.1}",
+    "tb_learned_z": "{kind: tb_learned_z, beta: 0.1}",
     "kimi_k15": "{kind: kimi_k15, tau: 0.1}",
     "kimi_k2": "{kind: kimi_k2, tau: 0.1}",
     "oapl": "{kind: oapl, tau: 0.1}",
@@ -48,7 +49,7 @@ GUARDS = {
 GUARDED = [f"{objective}+{guard}" for objective in ("tb_vargrad", "grpo") for guard in ("negative", "lost")]
 VARIANTS = ["tb_vargrad", "grpo", *GUARDED, "proximal_rloo", "kimi_k2"]
 CONTROLS = ["tb_vargrad+random", "grpo+random"]  # of the learning rate of the mask that they control
-OTHERS = ["tba_prime", "kimi_k15", "oapl", "rloo", "ppo_clip", "dr_grpo", "online_dpo"]
+OTHERS = ["tba_prime", "tb_learned_z", "kimi_k15", "oapl", "rloo", "ppo_clip", "dr_grpo", "online_dpo"]
 RECENT = [0.0, 0.5, 0.95, 1.0]
 MIDDLE_RATE = 4e-4
 LEAST_GAIN = 0.15

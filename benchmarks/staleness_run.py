@@ -139,7 +139,7 @@ class _Run:
         task: Any = make_task(config.task, tokenizer, config.run.seed, config.model.max_length)
         self._task: ExactAnswerTask = task
         self._maker = RolloutMaker(config.objective, task, tokenizer, f"run-{cell.name}"[:200], "searcher")
-        self._sampling = sampling_of(config, tokenizer.eos_ids)
+        self._sampling = sampling_of(config, tokenizer.eos_ids, step=1)
         buffer = config.buffer
         self._shard = ReplayShard(buffer.capacity_rollouts, buffer.per_prompt_rollouts, needs_behaviour=True)
         self._sampler = make_sampler(buffer.sampler)

@@ -187,8 +187,8 @@ class Config(Section):
             ),
             (
                 o.needs_reference and o.reference.reset_every_steps > 0,
-                f"{by_searchers} cannot follow objective.reference.reset_every_steps ({o.reference.reset_every_steps}), "
-                f"because searchers hold the start model; set that to 0, or choose device or host",
+                f"{by_searchers} holds the start model and cannot follow objective.reference.reset_every_steps "
+                f"({o.reference.reset_every_steps}); set that to 0, or choose device or host",
             ),
             (
                 o.needs_reference and not samples,

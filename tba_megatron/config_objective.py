@@ -173,8 +173,8 @@ class ReferenceConfig(Section):
 
     placement: Literal["device", "host", "searcher"] = "device"
     """``device``: a second model beside the policy. ``host``: in host memory, swapped with the policy's weights for the
-    passes that score with it; of what has no log-prob yet, or for ``grpo`` with ``beta``, in each step. ``searcher``: each searcher has it, and scores what
-    it writes before sending it."""
+    passes that score with it; of what has no log-prob yet, or for ``grpo`` with ``beta``, in each step. ``searcher``:
+    each searcher holds it, and scores what it writes before sending it."""
     reset_every_steps: CountOrZero = 0
     """After each multiple of it the reference is the policy of that step, and the log-probs of a stored rollout are
     computed anew when it is drawn (TBA': 50); 0: never."""

@@ -274,6 +274,10 @@ DPO, RLOO = "objective.loss={kind: online_dpo}", "objective.loss={kind: rloo}"
         (["objective.loss={kind: ppo_clip, dual_clip: 1}", BEHAVIOUR], "objective.loss.dual_clip: at 1 or less"),
         ([RLOO, BY_SEARCHERS], "searcher has no effect, because objective.loss (rloo) reads no reference; leave it"),
         (
+            [BY_SEARCHERS, "objective.reference.reset_every_steps=50"],
+            "objective.reference.placement: searcher holds the start model and cannot follow",
+        ),
+        (
             ["objective.loss={kind: grpo, beta: 0.1}", BEHAVIOUR, BY_SEARCHERS],
             "objective.reference.placement: searcher gives one log-prob a completion, and objective.loss (grpo with",
         ),
