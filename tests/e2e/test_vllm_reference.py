@@ -7,7 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_child import MAX_LENGTH, VOCAB, EngineChild, EngineSpec, family_model, hf_logprobs, hf_model, score
+from engine_child import (
+    MAX_LENGTH,
+    VOCAB,
+    EngineChild,
+    EngineSpec,
+    family_model,
+    hf_logprobs,
+    hf_model,
+    score,
+    version_of,
+)
 
 from tba_megatron.config_search import VllmEngineConfig
 from tba_megatron.models.registry import ARCHITECTURES
@@ -81,6 +91,7 @@ def started(request, tmp_path_factory):
         make(seed).save_pretrained(folder / str(seed))
     workers = 2 if parallel else 1
     child = EngineChild({"policy": EngineSpec(folder=folder / "1", tensor_parallel=workers)})
+    child.call("policy", version_of)  # the time to build it is none of the reference's
     yield child, folder, make, workers
     child.close()
 
