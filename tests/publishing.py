@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import ranks  # noqa: F401  (changes Megatron before it is imported)
 import torch
 
 from tba_megatron.config_sections import WeightsConfig

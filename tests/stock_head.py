@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ranks  # noqa: F401  its patches come before the first import of Megatron
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy

@@ -9,7 +9,28 @@ import numpy as np
 import pytest
 import torch
 
+from tba_megatron import config_objective as section
 from tba_megatron.loss.base import Loss, LossInputs, LossOutput
+
+# Every objective of the table, some in several forms.
+MEMBERS = [
+    section.TbVarGrad(beta=0.5),
+    section.TbaPrime(beta=0.5),
+    section.TbLearnedZ(beta=0.5),
+    section.KimiK15(tau=0.5),
+    section.KimiK2(tau=0.5),
+    section.Oapl(tau=0.5),
+    section.Rloo(),
+    section.Rloo(beta=0.5),
+    section.ProximalRloo(),
+    section.ProximalRloo(beta=0.5),
+    section.PpoClip(clip_low=0.1, clip_high=0.1),
+    section.PpoClip(clip_low=0.1, clip_high=0.1, dual_clip=3.0),
+    section.Grpo(clip_low=0.1, clip_high=0.1),
+    section.Grpo(clip_low=0.1, clip_high=0.1, beta=0.5),
+    section.DrGrpo(clip_low=0.1, clip_high=0.1),
+    section.OnlineDpo(beta=1.0),
+]
 
 
 def inputs_of(

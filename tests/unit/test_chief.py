@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import ranks  # noqa: F401  (changes Megatron before it is imported)
 
 from tba_megatron.buffer.ledger import ShardCounts
 from tba_megatron.buffer.sampler import make_sampler

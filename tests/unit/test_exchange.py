@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ranks  # noqa: F401  (changes Megatron before it is imported)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ranks  # noqa: F401  (changes Megatron before it is imported)
-
 from tba_megatron.config_load import load_config
 from tba_megatron.trainer.lockstep import LockStep
 from tba_megatron.transport.registry import Member

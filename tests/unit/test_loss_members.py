@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import assert_same, gradient_of, inputs_of, numbers, permuted, random_inputs
+from loss_cases import MEMBERS, assert_same, gradient_of, inputs_of, numbers, permuted, random_inputs
 from rollout_factory import RolloutFactory, train_group
 
 from tba_megatron import config_objective as section
@@ -20,24 +20,6 @@ from tba_megatron.trainer.step import Update
 from tba_megatron.trainer.step_metrics import update_metrics
 
 LONGEST = 10
-MEMBERS = [
-    section.TbVarGrad(beta=0.5),
-    section.TbaPrime(beta=0.5),
-    section.TbLearnedZ(beta=0.5),
-    section.KimiK15(tau=0.5),
-    section.KimiK2(tau=0.5),
-    section.Oapl(tau=0.5),
-    section.Rloo(),
-    section.Rloo(beta=0.5),
-    section.ProximalRloo(),
-    section.ProximalRloo(beta=0.5),
-    section.PpoClip(clip_low=0.1, clip_high=0.1),
-    section.PpoClip(clip_low=0.1, clip_high=0.1, dual_clip=3.0),
-    section.Grpo(clip_low=0.1, clip_high=0.1),
-    section.Grpo(clip_low=0.1, clip_high=0.1, beta=0.5),
-    section.DrGrpo(clip_low=0.1, clip_high=0.1),
-    section.OnlineDpo(beta=1.0),
-]
 GUARDS = [
     section.GuardsConfig(),
     section.GuardsConfig(negative_weight=0.3),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import ranks  # noqa: F401  (changes Megatron before it is imported)
 
 from tba_megatron.config_sections import WeightsConfig
 from tba_megatron.trainer.probe import ProbeDesk, probe_tokens
