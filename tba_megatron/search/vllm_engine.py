@@ -46,6 +46,8 @@ _STOP_REASONS = {
 }
 RPC_LIMIT_S = 120.0  # a worker that answers later than that hangs
 
+LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled, after temperature and top-p
+
 Finished = tuple[str, tuple[Completion, ...]]
 
 
@@ -83,12 +85,14 @@ class VllmEngine:
             scheduler_cls="tba_megatron.search.vllm_scheduler.SearchScheduler",
             kv_cache_memory_bytes=config.kv_cache_bytes,
             seed=seed,
-            logprobs_mode="processed_logprobs",
+            logprobs_mode=LOGPROBS_MODE,
             disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend="tba"),  # type: ignore[arg-type]
             worker_extension_cls="tba_megatron.search.vllm_worker.WorkerExtension",
         )
         self._engine = start_engine(arguments, model, "search.engine")
+        if behaviour_logprobs:
+            check_logprobs_mode(self._engine.model_config.logprobs_mode)
         self._behaviour_logprobs = behaviour_logprobs
         self._max_length = max_length
         self._vocab_size = self._engine.model_config.get_vocab_size()
@@ -290,6 +294,15 @@ class VllmEngine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def check_logprobs_mode(mode: str) -> None:
+    """EngineError where an engine would give others than those of what it sampled: every ratio would be wrong."""
+    if mode != LOGPROBS_MODE:
+        raise EngineError(
+            f"vLLM runs with logprobs_mode {mode}, not {LOGPROBS_MODE}, so its log-probs are not those of what it "
+            f"sampled; set search.behaviour_logprobs to false"
+        )
 
 
 def start_engine(arguments: EngineArgs, model: Path, what: str) -> LLMEngine:

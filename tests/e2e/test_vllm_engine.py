@@ -49,6 +49,12 @@ def abort_in_the_middle(engine, prompts, sampling: SamplingSettings) -> int:
     return engine.n_unfinished
 
 
+def check_mode(engine, mode: str) -> None:
+    from tba_megatron.search.vllm_engine import check_logprobs_mode
+
+    check_logprobs_mode(mode)
+
+
 def submit_only(engine, prompt_ids, sampling: SamplingSettings) -> None:
     before = engine.n_unfinished
     try:
@@ -71,6 +77,12 @@ def test_behaviour_logprobs_are_those_of_the_sampled_distribution(engines, first
         sequence = np.concatenate([asked, completion.token_ids])
         expected = hf_logprobs(first_models["tied"], sequence, temperature=0.7)[len(asked) - 1 :]
         np.testing.assert_allclose(completion.behaviour_logprobs, expected, atol=TOLERANCE)
+
+
+def test_log_probs_of_another_distribution_are_refused(engines):
+    with pytest.raises(EngineError, match="logprobs_mode raw_logprobs, not processed_logprobs"):
+        engines.call("tied", check_mode, "raw_logprobs")
+    engines.call("tied", check_mode, "processed_logprobs")
 
 
 def test_behaviour_logprobs_are_absent_where_nobody_asked(engines):
