@@ -49,6 +49,7 @@ GUARDS = {
 GUARDED = [f"{objective}+{guard}" for objective in ("tb_vargrad", "grpo") for guard in ("negative", "lost")]
 VARIANTS = ["tb_vargrad", "grpo", *GUARDED, "proximal_rloo", "kimi_k2"]
 CONTROLS = ["tb_vargrad+random", "grpo+random"]  # of the learning rate of the mask that they control
+FIXED = ["tb_vargrad@4e-4"]  # at that learning rate: the others' choice, where its own differs
 OTHERS = ["tba_prime", "tb_learned_z", "kimi_k15", "oapl", "rloo", "ppo_clip", "dr_grpo", "online_dpo"]
 RECENT = [0.0, 0.5, 0.95, 1.0]
 MIDDLE_RATE = 4e-4
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     rates = {variant: chosen_rate(variant, args) for variant in args.variants}
     rates |= {control: rates[lost] for control in args.controls if (lost := control.replace("random", "lost")) in rates}
+    rates |= {variant: float(variant.partition("@")[2]) for variant in args.fixed}
     lagged = [
         cell_of(variant, args, lag=lag, seed=seed, learning_rate=rate)
         for seed in args.seeds
@@ -96,6 +98,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="every run leaves a file here")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, help="objective, or objective+guard")
     parser.add_argument("--controls", nargs="*", default=CONTROLS, help="objective+random of masks among the variants")
+    parser.add_argument("--fixed", nargs="*", default=FIXED, help="variant@rate: with a learning rate of no search")
     parser.add_argument("--others", nargs="*", default=OTHERS, help="objectives that run at lag 0 only")
     parser.add_argument("--recent", type=float, nargs="*", default=RECENT, help="values of m")
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 8, 64])
@@ -115,7 +118,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def cell_of(variant: str, args: argparse.Namespace, **more: Any) -> Cell:
     """The cell of ``variant`` at lag 0 with the first seed, but for ``more``."""
-    objective, _, guard = variant.partition("+")
+    objective, _, guard = variant.partition("@")[0].partition("+")
     cell = Cell(
         loss=OBJECTIVES[objective],
         guards=GUARDS[guard or "plain"],

@@ -39,9 +39,9 @@ def found(accuracy: float, *, seed: int = 0, lag: int = 0, choice: float = 0.0) 
 
 
 def test_every_variant_is_an_objective_with_a_guard_that_the_configuration_takes(tmp_path):
-    for variant in (*staleness.VARIANTS, *staleness.CONTROLS, *staleness.OTHERS):
+    for variant in (*staleness.VARIANTS, *staleness.CONTROLS, *staleness.OTHERS, *staleness.FIXED):
         config = staleness.cell_of(variant, arguments(), lag=8).config(tmp_path)
-        assert config.objective.loss.kind == variant.partition("+")[0]
+        assert config.objective.loss.kind == variant.partition("@")[0].partition("+")[0]
         assert (config.objective.guards != GuardsConfig()) == ("+" in variant)
         assert config.buffer.sampler.kind == "fifo" and config.search.behaviour_logprobs
     recent = replace(staleness.cell_of("tb_vargrad", arguments()), recent=0.5).config(tmp_path)
