@@ -250,6 +250,11 @@ class Config(Section):
                 f"transport.heartbeat_s: {t.heartbeat_s:g} is more than a third of transport.lease_s ({t.lease_s:g}), "
                 f"so that two late heartbeats would lose a searcher; lower it to at most {t.lease_s / 3:g}",
             ),
+            (
+                t.patience_s < t.lease_s,
+                f"transport.patience_s: {t.patience_s:g} is below transport.lease_s ({t.lease_s:g}), so that a "
+                f"searcher would give up as soon as it misses its trainer; raise it to at least {t.lease_s:g}",
+            ),
         ]
 
     def _source_rules(self) -> list[tuple[bool, str]]:

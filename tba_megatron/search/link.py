@@ -12,7 +12,7 @@ import msgspec
 from tba_megatron.config_search import TransportConfig
 from tba_megatron.errors import TransportError
 from tba_megatron.transport.control_client import ControlChannel
-from tba_megatron.transport.messages import FromSearcher, Hello, Refused, ToSearcher, Unknown, Welcome
+from tba_megatron.transport.messages import FromSearcher, Goodbye, Hello, Refused, ToSearcher, Unknown, Welcome
 from tba_megatron.transport.rendezvous import Rendezvous
 
 _log = logging.getLogger(__name__)
@@ -46,9 +46,9 @@ class TrainerLink:
         self._channel = dial(rendezvous)
         self._ever_joined = False
         self._has_ended = False  # the trainer said so: its words are of no interest any more
-        self._looked_s = self._heard_s = clock()
+        self._looked_s = clock()
         self._trouble = ""  # why it could not look for another trainer
-        self._say_hello()
+        self._begin()
 
     @property
     def joined(self) -> bool:
@@ -64,7 +64,11 @@ class TrainerLink:
         return self._rendezvous.token
 
     def send(self, message: FromSearcher) -> None:
-        self._channel.send(message)
+        """Between a hello and its welcome only a goodbye goes out: all else would be about what another trainer gave
+        or asked for, and a trainer that has just heard the hello would take it for its own.
+        """
+        if self._state is not LinkState.ASKING or isinstance(message, Goodbye):
+            self._channel.send(message)
 
     def poll(self, timeout_s: float = 0.0) -> list[ToSearcher]:
         """What the trainer has said. A ``Welcome`` among it means: joined, anew if it is not the first.
@@ -77,7 +81,7 @@ class TrainerLink:
                 case Unknown():
                     if self._state is not LinkState.ASKING:
                         _log.info("the trainer has started again and does not know this searcher; saying hello")
-                        self._say_hello()
+                        self._begin()
                 case Refused():
                     self._refused(message)
                 case Welcome():
@@ -93,7 +97,10 @@ class TrainerLink:
         return told
 
     def tend(self) -> bool:
-        """Look for another trainer now and then; False when there was none for all of ``transport.patience_s``."""
+        """Look for another trainer now and then; False when there was none for all of ``transport.patience_s``.
+
+        The time counts from the last word of a trainer, and anew from when another is found.
+        """
         now_s = self._clock()
         if now_s - self._looked_s >= self._settings.heartbeat_s:
             self._looked_s = now_s
@@ -102,7 +109,7 @@ class TrainerLink:
                 _log.info("attempt %d of the run is at %s; joining it", found.attempt, found.address)
                 self._channel.close(linger_s=0.0)
                 self._rendezvous, self._channel = found, self._dial(found)
-                self._say_hello()
+                self._begin()
         if self._state is LinkState.JOINED and now_s - self._heard_s > self._settings.lease_s:
             _log.warning(
                 "the trainer was silent for %g s; waiting up to %g s for it or another",
@@ -137,6 +144,11 @@ class TrainerLink:
                 _log.warning("cannot look for another trainer: %s", error)
             return None
         return found
+
+    def _begin(self) -> None:
+        """With a trainer that was not spoken to before: it has all the time to answer."""
+        self._say_hello()
+        self._heard_s = self._asked_s
 
     def _say_hello(self) -> None:
         self._state, self._asked_s = LinkState.ASKING, self._clock()

@@ -19,7 +19,7 @@ from tba_megatron.config import Config
 from tba_megatron.heap import FreedMemory
 from tba_megatron.search.engine import ReceiveState, SearchEngine
 from tba_megatron.search.evaluate import evaluate
-from tba_megatron.search.link import TrainerLink
+from tba_megatron.search.link import LinkState, TrainerLink
 from tba_megatron.search.reference import ReferenceScorer, WrittenGroups
 from tba_megatron.search.rollout_maker import RolloutMaker, Visit
 from tba_megatron.search.source import sampling_of, takes_every
@@ -187,9 +187,12 @@ class Searcher:
         self._evaluating = False
         self._received_prompts = self._asked_prompts = 0
         self._receiving, self._round, self._staged, self._draining = None, -1, False, False
+        self._count_seconds_anew()
+        self._hand_over_until_s = None
+
+    def _count_seconds_anew(self) -> None:
         self._busy_s = self._waiting_s = 0.0
         self._paused_before_s = self._engine.paused_s + self._engine.recompute_s
-        self._hand_over_until_s = None
 
     def _hand_over(self, outbox: RolloutOutbox) -> None:
         """To a trainer that ends: say goodbye once it has all that was generated, and wait for the next one."""
@@ -221,6 +224,8 @@ class Searcher:
         return 0
 
     def _say_goodbye(self) -> None:
+        if self._link.state is LinkState.ASKING:
+            self._count_seconds_anew()  # those so far were another trainer's
         self._link.send(
             Goodbye(generated=self.generated, busy_s=self._busy_s, idle_s=self._idle_s, paused_s=self._paused_s)
         )

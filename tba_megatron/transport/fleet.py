@@ -65,7 +65,7 @@ class Fleet:
         self.probes: deque[tuple[str, Probed]] = deque()
         self.repeated = 0  # messages that had come before
         self._seen: dict[str, Seen] = {}
-        self._counted: dict[str, int] = {}  # the number of the newest message with counts
+        self._counted: dict[str, int] = {}  # the number of the newest message with counts, or of a later hello
         self._prompts = 0  # of the task, in one epoch
         self._alone_since_s: float | None = None
         self._stop: Stop | None = None  # once it was said
@@ -75,6 +75,7 @@ class Fleet:
     def hello(self, number: int, hello: Hello, now_s: float) -> None:
         if not self._is_fresh(hello.searcher, number):
             return
+        self._is_newest(hello.searcher, number)  # counts that were said before it are of prompts that were dropped
         prompts = self.leases.take_back(hello.searcher)  # it has dropped them, if it is known
         self.allowance += prompts
         version = PolicyVersion.parse(hello.version)
@@ -160,7 +161,10 @@ class Fleet:
         changes: dict[str, object] = {}
         # A connection that broke may have taken a message with it. What is asked of a searcher is asked again.
         overdue_s = self._settings.lease_s
-        short = message.received_prompts < member.granted_prompts
+        # Nobody receives more than it was given: whatever is above that was another trainer's.
+        received = min(message.received_prompts, member.granted_prompts)
+        missing = min(member.missing_prompts, member.granted_prompts - received)  # some may come after all
+        short = received < member.granted_prompts - missing
         changes |= {
             "short_beats": member.short_beats + 1 if short else 0,
             "short_since_s": member.short_since_s if member.short_beats else now_s,
@@ -170,7 +174,8 @@ class Fleet:
         if short and (always_short or now_s - member.granted_s > overdue_s):
             prompts = self.leases.take_back(member.searcher)
             self.allowance += prompts
-            changes |= {"granted_prompts": message.received_prompts, "short_beats": 0}
+            missing = member.granted_prompts - received
+            changes["short_beats"] = 0
             _log.warning("searcher %s never got its prompts; %d go to others", member.searcher, prompts)
         if member.evaluating and not message.evaluates and now_s - member.asked_s > overdue_s:
             changes |= {"evaluating": False, "evaluations_lost": member.evaluations_lost + 1}
@@ -182,7 +187,8 @@ class Fleet:
             paused_s=message.paused_s,
             version=max(version, member.version),
             wanted_prompts=message.wanted_prompts,
-            received_prompts=message.received_prompts,
+            received_prompts=received,
+            missing_prompts=missing,
             **changes,
         )
         self.outbox.append((member.searcher, Beat(newest=str(self.registry.newest))))

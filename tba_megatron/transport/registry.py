@@ -54,8 +54,9 @@ class Member:
     paused_s: float = 0.0
     current: bool = True  # it runs the newest version, or has at some time; before that it gets no prompts
     wanted_prompts: int = 0  # when it last spoke
-    received_prompts: int = 0  # when it last spoke
+    received_prompts: int = 0  # when it last spoke; never more than it was granted
     granted_prompts: int = 0
+    missing_prompts: int = 0  # of those, what never came and went to others
     granted_s: float = 0.0  # when it was last given some
     evaluating: bool = False
     asked_s: float = 0.0  # when it was asked to
@@ -67,7 +68,8 @@ class Member:
     @property
     def wants(self) -> int:
         """Prompts that it still wants, those that are on their way to it taken off."""
-        return max(0, self.wanted_prompts - (self.granted_prompts - self.received_prompts))
+        on_their_way = self.granted_prompts - self.missing_prompts - self.received_prompts
+        return max(0, self.wanted_prompts - on_their_way)
 
     @property
     def awaits_group(self) -> bool:

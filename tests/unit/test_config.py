@@ -227,6 +227,11 @@ def test_how_the_main_searchers_sample_stays(key, file, tmp_path):
         (["transport.control_port=80"], "transport.control_port: 80 has no effect with transport.sockets ipc"),
         (["transport.rendezvous={kind: address, key_file: k}"], "searchers dial transport.host"),
         (["transport.heartbeat_s=30"], "is more than a third of transport.lease_s"),
+        (
+            ["transport.patience_s=59"],
+            "transport.patience_s: 59 is below transport.lease_s (60), so that a searcher would give up as soon as it "
+            "misses its trainer; raise it to at least 60",
+        ),
         (["search.source=hot"], "search.source: hot is none of search.sources (which is empty)"),
         (["search.sources={searcher: {}}"], "searcher is the name of those that search.searchers counts"),
         (["weights.mode=sync", "search.sources={old: {policy: {kind: lagging, steps: 5}}}"], "which old of"),

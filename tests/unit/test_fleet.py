@@ -172,7 +172,7 @@ def test_prompts_that_never_came_are_missed_although_others_come_all_the_time():
         trainer.beat("b", wanted_prompts=1, received_prompts=healthy)
         came = trainer.leased()
         received, healthy = received + came.get("a", 0), healthy + came.get("b", 0)
-        if trainer.fleet.registry.members["a"].granted_prompts == received:
+        if trainer.fleet.registry.members["a"].missing_prompts:
             break
     assert LEASE_S < trainer.now_s < 2 * LEASE_S
     assert trainer.fleet.registry.members["b"].granted_prompts == healthy == turn
@@ -245,6 +245,51 @@ def test_a_searcher_that_says_hello_again_has_dropped_its_prompts():
     assert trainer.fleet.registry.members["a"].generated == 7
     trainer.beat("a", wanted_prompts=2)
     assert trainer.leased() == {"a": 2}
+
+
+def test_prompts_that_another_trainer_gave_do_not_count():
+    """A searcher that joins tells, for a moment, what it had received of the last trainer."""
+    trainer = Trainer(ahead=100)
+    trainer.hello("a")
+    trainer.beat("a", wanted_prompts=4, received_prompts=40)
+    assert trainer.leased() == {"a": 4}
+    trainer.beat("a", wanted_prompts=4, received_prompts=40)
+    trainer.beat("a", wanted_prompts=4, received_prompts=0)
+    assert trainer.leased() == {}  # the four are on their way
+    trainer.beat("a", wanted_prompts=0, received_prompts=4)
+    trainer.beat("a", wanted_prompts=3, received_prompts=4)
+    assert trainer.leased() == {"a": 3}
+
+
+def test_counts_from_before_a_hello_that_come_after_it_do_not_count():
+    trainer = Trainer()
+    trainer.hello("a", generated=7)
+    trainer.number = 20
+    trainer.hello("a", generated=9)
+    old = Heartbeat(generated=8, busy_s=5, idle_s=5, version="0.0", wanted_prompts=4, received_prompts=0)
+    trainer.hear("a", old, 19)
+    member = trainer.fleet.registry.members["a"]
+    assert (member.generated, member.busy_s, member.wanted_prompts) == (9, 0.0, 0)
+    assert trainer.leased() == {}
+    trainer.beat("a", generated=9, wanted_prompts=2)
+    assert trainer.leased() == {"a": 2}
+
+
+def test_prompts_that_come_after_they_went_to_others_are_no_reason_for_more():
+    trainer = Trainer()
+    trainer.hello("a")
+    trainer.beat("a", wanted_prompts=4)
+    assert trainer.leased() == {"a": 4}
+    trainer.now_s = LEASE_S + 1
+    trainer.beat("a", wanted_prompts=4)
+    assert trainer.leased() == {"a": 4}  # again, by another lease
+    trainer.beat("a", wanted_prompts=0, received_prompts=8)  # and both came
+    trainer.beat("a", wanted_prompts=2, received_prompts=8)
+    assert trainer.leased() == {"a": 2}
+    trainer.beat("a", wanted_prompts=2, received_prompts=8)
+    assert trainer.leased() == {}  # the two are on their way
+    member = trainer.fleet.registry.members["a"]
+    assert (member.granted_prompts, member.missing_prompts) == (10, 0)
 
 
 def test_each_prompt_is_leased_for_so_many_epochs(caplog):

@@ -7,7 +7,19 @@ import pytest
 from tba_megatron.config_search import TransportConfig
 from tba_megatron.errors import TransportError
 from tba_megatron.search.link import LinkState, TrainerLink
-from tba_megatron.transport.messages import Beat, FromSearcher, Hello, Refused, Stop, ToSearcher, Unknown, Welcome
+from tba_megatron.transport.messages import (
+    Applied,
+    Beat,
+    FromSearcher,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Refused,
+    Stop,
+    ToSearcher,
+    Unknown,
+    Welcome,
+)
 from tba_megatron.transport.rendezvous import Rendezvous
 
 LEASE_S, PATIENCE_S, HEARTBEAT_S = 10.0, 100.0, 1.0
@@ -146,6 +158,59 @@ def test_patience_begins_anew_with_each_word():
     for _ in range(5):
         assert side.wait(PATIENCE_S - 1)
         side.tell(Beat(newest="0.0"))
+
+
+@pytest.mark.parametrize("away_s", [PATIENCE_S, 5 * PATIENCE_S])
+def test_a_trainer_that_is_found_late_has_all_the_patience_to_answer(away_s):
+    """The searcher may have been away for longer than that itself: suspended, or in one long step."""
+    side = Side().joined()
+    side.place = place(1)
+    assert side.wait(away_s + 1)
+    assert side.wait(PATIENCE_S)
+    assert side.channels["address-1"].tokens[0] == "token-1"
+    assert not side.wait(1.0)  # a hello that is said again is no new trainer
+
+
+def test_a_trainer_that_does_not_know_the_searcher_has_all_the_patience_to_answer():
+    side = Side().joined()
+    assert side.wait(PATIENCE_S)
+    side.now_s += 1.0
+    side.tell(Unknown())
+    assert side.link.tend()
+    side.now_s += PATIENCE_S
+    side.tell(Unknown())  # the same one again, which answers what was said before the hello
+    assert side.link.tend()
+    assert not side.wait(1.0)
+
+
+def test_between_a_hello_and_its_welcome_nothing_but_a_goodbye_is_said():
+    """It would be about prompts and versions of another trainer."""
+    beat = Heartbeat(generated=1, busy_s=0, idle_s=0, version="0.0", wanted_prompts=1, received_prompts=40)
+    others = [beat, Applied(version="0.1", pause_s=0.0)]
+    side = Side()
+    at_first = side.channels["address-0"]
+    for message in others:
+        side.link.send(message)
+    assert [type(message) for message in at_first.said] == [Hello]
+    side.joined()
+    for message in others:
+        side.link.send(message)
+    assert at_first.said[1:] == others
+    side.place = place(1)
+    side.wait(HEARTBEAT_S)
+    goodbye = Goodbye(generated=1, busy_s=0, idle_s=0)
+    for message in (*others, goodbye):
+        side.link.send(message)
+    assert [type(message) for message in side.channels["address-1"].said] == [Hello, Goodbye]
+
+
+def test_a_trainer_that_is_silent_is_spoken_to_all_the_same():
+    """It answers heartbeats, so it would never speak again to who says none."""
+    side = Side().joined()
+    side.wait(LEASE_S + 1)
+    beat = Heartbeat(generated=0, busy_s=0, idle_s=0, version="0.0", wanted_prompts=0, received_prompts=0)
+    side.link.send(beat)
+    assert side.channels["address-0"].said[-1] == beat
 
 
 def test_a_trainer_that_does_not_know_the_searcher_hears_one_hello():

@@ -123,11 +123,15 @@ def test_the_state_of_a_member(fields, state):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "granted", "received", "wants"),
-    [(5, 0, 0, 5), (5, 3, 3, 5), (5, 3, 0, 2), (5, 9, 0, 0), (0, 3, 3, 0)],
+    ("wanted", "granted", "received", "missing", "wants"),
+    [
+        *((5, 0, 0, 0, 5), (5, 3, 3, 0, 5), (5, 3, 0, 0, 2), (5, 9, 0, 0, 0), (0, 3, 3, 0, 0)),
+        *((5, 3, 0, 3, 5), (5, 6, 0, 3, 2)),
+    ],
 )
-def test_prompts_on_their_way_are_not_granted_twice(wanted, granted, received, wants):
-    assert member(wanted_prompts=wanted, granted_prompts=granted, received_prompts=received).wants == wants
+def test_prompts_on_their_way_are_not_granted_twice(wanted, granted, received, missing, wants):
+    fields = {"granted_prompts": granted, "received_prompts": received, "missing_prompts": missing}
+    assert member(wanted_prompts=wanted, **fields).wants == wants
 
 
 def test_silence_is_counted_from_the_last_word():

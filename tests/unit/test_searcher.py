@@ -785,3 +785,27 @@ def test_a_trainer_that_ends_without_the_run_is_told_goodbye_and_the_next_one_he
     assert (ran.code, heard) == (0, ["hello", "goodbye", "hello", "goodbye"])
     first, second = (hello.generated for hello in control.heard_of(Hello))
     assert first == 0 and second >= 2 * S
+
+
+def test_what_one_trainer_gave_and_cost_is_not_told_to_the_next(weights, handlers):
+    """Which has heard the hello and not answered yet: it would count that as its own."""
+
+    def answer(message: FromSearcher) -> Iterable[ToSearcher]:
+        hellos = len(control.heard_of(Hello))
+        match message:
+            case Hello() if hellos == 1:
+                yield Welcome(shards=("memory",), newest="0.0")
+                yield Lease(lease=0, start=0, count=6)
+            case Hello() if hellos == 3:  # said again without an answer, heartbeats later
+                os.kill(os.getpid(), signal.SIGTERM)
+            case Heartbeat() if message.received_prompts == 6:
+                yield Unknown()
+
+    control = Script(answer)
+    config = config_of(transport={"heartbeat_s": 0.01, "lease_s": 0.1})
+    ran = run_here(config, fake_engine(weights, tokens_per_step=1), control)
+    second = [isinstance(message, Hello) for message in control.heard].index(True, 1)
+    *before, goodbye = list(control.heard)[second:]
+    assert {type(message) for message in before} == {Hello}
+    assert isinstance(goodbye, Goodbye)
+    assert (goodbye.generated, goodbye.busy_s, goodbye.idle_s) == (ran.searcher.generated, 0.0, 0.0)
