@@ -35,7 +35,7 @@ def launch(config: Config, stream: TextIO) -> int:
     make_run_folder(folder)
     with (
         _alone_in(folder, stream) as lock,
-        Supervisor(run_environment(), stream, config.launch, inherited=(lock,)) as supervisor,
+        Supervisor(run_environment(), stream, config.launch, apart_s=_apart_s(config), inherited=(lock,)) as supervisor,
     ):
         store_config(config, folder)  # not before the folder is ours: the roles of another launch read this file
         if is_complete(config):
@@ -67,6 +67,18 @@ def _check_model(config: Config) -> None:
     """ModelError before anything is written: a run folder belongs to the first configuration that it holds."""
     if not (config.model.path / "config.json").exists():
         raise ModelError(f"model.path: {config.model.path} holds no config.json; give a Hugging Face folder")
+
+
+def _apart_s(config: Config) -> float:
+    """How long after the first trainer rank the last one may end.
+
+    The last thing that all do together is the export, and all its files are written then; or, in a run that is not
+    complete, the last question whether all rollouts have come. What is left differs: a stage leader and rank 0 wait for
+    a version that is on its way, in which the stages' parts, ready searchers, the group and a bucket have
+    ``weights.timeout_s`` each; rank 0 writes the result, leaders close their files. For that they get what ranks wait
+    for one another in training: whoever hangs in a collective has said by then, itself, what is wrong.
+    """
+    return config.trainer.distributed_timeout_s + 4 * config.weights.timeout_s
 
 
 def _data(config: Config) -> str:

@@ -36,13 +36,20 @@ Team = Callable[[], Sequence[Role]]
 class Supervisor:
     """Runs one team after another, each with its searchers. The children belong to it alone and die with it.
 
-    ``inherited`` are file descriptors that each of them holds too.
+    ``apart_s``: how long after the first rank of a team that ended well the last one may end. ``inherited`` are file
+    descriptors that each of the children holds too.
     """
 
     def __init__(
-        self, environment: Mapping[str, str], stream: TextIO, policy: LaunchConfig, inherited: Sequence[int] = ()
+        self,
+        environment: Mapping[str, str],
+        stream: TextIO,
+        policy: LaunchConfig,
+        *,
+        apart_s: float,
+        inherited: Sequence[int] = (),
     ) -> None:
-        self._stream, self._policy = stream, policy
+        self._stream, self._policy, self._apart_s = stream, policy, apart_s
         self._children = Children(environment, inherited)
         self._team_restarts = Restarts(policy.trainer_restarts, policy.window_s)
         self._restarts = Restarts(policy.searcher_restarts, policy.window_s)
@@ -65,7 +72,7 @@ class Supervisor:
     def run(self, team: Team, searchers: Sequence[Role] = ()) -> None:
         """Until all ranks of the team have ended well, or a signal arrived; then searchers that are left are ended.
 
-        ``team`` gives the ranks of each start. RoleFailedError when a role failed once too often.
+        ``team`` gives the ranks of each start. RoleFailedError when a role failed once too often, or did not end.
         """
         self._forget_team()
         self._make_team, self._next_ranks = team, (0.0, team())
@@ -87,6 +94,7 @@ class Supervisor:
         self._next_ranks: tuple[float, Sequence[Role]] | None = None  # to be started at that time
         self._team: list[Child] = []  # all ranks of this start
         self._ranks: list[Child] = []  # those that live
+        self._all_by_s = float("inf")  # when the last of them must have ended, once one has ended well
         self._failed: dict[Child, int] = {}  # exit codes of a team that is being ended because a rank failed
         self._team_pause_s = 0.0  # before such a team is started anew
         self._end_team_by_s = float("inf")
@@ -101,7 +109,7 @@ class Supervisor:
             self._ranks = []
             for role in self._next_ranks[1]:
                 self._ranks.append(self._children.start(role))
-            self._team, self._next_ranks = list(self._ranks), None
+            self._team, self._next_ranks, self._all_by_s = list(self._ranks), None, float("inf")
         due = [role for at_s, role in self._waiting if at_s <= now_s]
         self._waiting = [(at_s, role) for at_s, role in self._waiting if at_s > now_s]
         for role in due:
@@ -118,6 +126,8 @@ class Supervisor:
             self._failed[child] = code
         elif code and not (self.signal and code in _STOPPED):
             self._rank_failed(child, code)
+        else:
+            self._all_by_s = min(self._all_by_s, time.monotonic() + self._apart_s)
         if self._failed and not self._ranks:
             self._replace_team()
 
@@ -163,6 +173,16 @@ class Supervisor:
         error.exit_code = code if code in _FINAL else 1
         raise error
 
+    def _team_does_not_end(self) -> NoReturn:
+        """Not a failure to start anew after: a rank that has ended well has done all that there was to do."""
+        late, first = self._ranks, next(child for child in self._team if child not in self._ranks)
+        self._end_all(LEAVE_S)
+        names = ", ".join(child.role.name for child in late)
+        raise RoleFailedError(
+            f"{names} did not end within {self._apart_s:g} s after {first.role.name}, which ended with exit code 0; "
+            f"{late[0].last_words()}"
+        )
+
     def _searcher_ended(self, child: Child, code: int) -> None:
         role, now_s = child.role, time.monotonic()
         if self.signal:
@@ -197,6 +217,9 @@ class Supervisor:
             names = self._names()
             self._end_all(TEAM_S)
             raise RoleFailedError(f"roles did not leave within {TERM_S:g} s after a signal: {names}")
+        # After a signal, and once a rank has failed, the ranks that are left have less time.
+        if now_s > self._all_by_s and self._ranks and not self._failed and not self.signal:
+            self._team_does_not_end()
         for role, say_at_s in self._left.items():
             if now_s > say_at_s:
                 self._say(f"{role.name} has left (exit code 0) and is not started again")

@@ -22,6 +22,7 @@ from tba_megatron.ops.supervise import Supervisor
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 20.0  # a bound on a hang, never a measure
+APART_S = 600.0  # between the ends of two ranks: longer than any test
 
 
 def shell(folder, name, script, **options):
@@ -72,11 +73,13 @@ def eventually(condition):
     return False
 
 
-def run(ranks, searchers=(), stream=None, **policy):
+def run(ranks, searchers=(), stream=None, apart_s=APART_S, **policy):
     """Supervise a team, which is the same at each start, and searchers; nothing of them is left, not even a zombie."""
     before = children_of(os.getpid())
     try:
-        with Supervisor(dict(os.environ), stream or io.StringIO(), LaunchConfig(**policy)) as supervisor:
+        with Supervisor(
+            dict(os.environ), stream or io.StringIO(), LaunchConfig(**policy), apart_s=apart_s
+        ) as supervisor:
             supervisor.run(lambda: ranks, searchers)
     finally:
         assert children_of(os.getpid()) <= before
@@ -146,6 +149,31 @@ def test_a_rank_that_fails_ends_all_others_and_says_its_last_words(tmp_path):
     assert [line.strip() for line in message.splitlines()[1:]] == [f"line {i}" for i in range(2, 7)]
     assert len(pids(tmp_path)) == 3
     assert not any(alive(pid) for pid in pids(tmp_path))
+
+
+@pytest.mark.parametrize("trap", ["exit 143", ""], ids=["leaves when asked", "ignores the request"])
+def test_a_rank_that_does_not_end_when_another_has_ended_well_is_ended_and_named(trap, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "LEAVE_S", 0.3)
+    hangs = shell(tmp_path, "train-1", f"trap '{trap}' TERM; echo in a queue >&2; while :; do sleep 0.02; done")
+    searches = shell(tmp_path, "search-0", "exec sleep 60")
+    ranks = [shell(tmp_path, "train-0", f"{count_is(3)}; sleep 0.1"), hangs]
+    with pytest.raises(RoleFailedError) as caught:
+        run(ranks, [searches], apart_s=0.2, trainer_restarts=3)
+    assert str(caught.value).startswith(
+        "train-1 did not end within 0.2 s after train-0, which ended with exit code 0; "
+    )
+    assert str(caught.value).endswith("train-1.log:\n  in a queue")
+    assert caught.value.exit_code == 1
+    assert len(pids(tmp_path)) == 3
+    assert not any(alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_team_that_is_started_anew_has_all_its_time_to_end(tmp_path):
+    """Of the first, one rank had ended well before the other failed."""
+    later = '[ $(wc -l < "$PIDS") -le 2 ] || exec sleep 1.5'
+    ranks = [shell(tmp_path, "train-0", later), shell(tmp_path, "train-1", f"{later}; sleep 0.3; exit 1")]
+    run(ranks, apart_s=1.2, trainer_restarts=1)
+    assert len(pids(tmp_path)) == 4
 
 
 def test_a_rank_that_was_killed_is_reported_by_its_signal(tmp_path):
@@ -340,7 +368,7 @@ def test_ranks_are_started_anew_together_while_searchers_live(tmp_path):
     searcher = shell(tmp_path, "search-0", "echo $$ >&2; exec sleep 60")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervise, "TEAM_S", 0.3)
-        with Supervisor(dict(os.environ), stream, LaunchConfig(trainer_restarts=1)) as supervisor:
+        with Supervisor(dict(os.environ), stream, LaunchConfig(trainer_restarts=1), apart_s=APART_S) as supervisor:
             supervisor.run(team, [searcher])
     assert made == [0, 1]
     assert (starts(tmp_path, "train-0"), starts(tmp_path, "train-1")) == (2, 2)
@@ -421,7 +449,7 @@ def test_a_hundred_restarts_leave_no_descriptor_and_no_zombie(tmp_path, no_pause
     leaves = "sleep 60 & setsid sh -c 'sleep 60 & sleep 0.1' & exit 7"
     searcher = shell(tmp_path, "search-0", f"[ $(wc -l < $PIDS) -gt 200 ] && exec sleep 60; {leaves}")
     policy = LaunchConfig(trainer_restarts=1000, searcher_restarts=1000)
-    with Supervisor(dict(os.environ), stream, policy) as supervisor:
+    with Supervisor(dict(os.environ), stream, policy, apart_s=APART_S) as supervisor:
         watcher.start()
         supervisor.run(team, [searcher])
     watcher.join()
@@ -584,7 +612,7 @@ def launcher(folder):
         "argv = ('/bin/sh', '-c', 'echo $$ >> \"$PIDS\"; exec sleep 60')\n"
         "roles = [Role(name=n, argv=argv, log=folder / n, environment={'PIDS': str(folder / 'pids')})\n"
         "         for n in ('train-0', 'search-0')]\n"
-        "with Supervisor(dict(os.environ), sys.stdout, LaunchConfig()) as supervisor:\n"
+        "with Supervisor(dict(os.environ), sys.stdout, LaunchConfig(), apart_s=600.0) as supervisor:\n"
         "    supervisor.run(lambda: roles[:1], roles[1:])\n"
     )
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -617,6 +645,6 @@ def test_output_is_seen_for_a_visible_role_and_logged_for_others(tmp_path, capfd
 
 def test_a_role_gets_the_environment_it_was_given_and_its_own(tmp_path):
     role = shell(tmp_path, "a", 'echo "$FROM_RUN $PIDS"')
-    with Supervisor({"FROM_RUN": "run"}, io.StringIO(), LaunchConfig()) as supervisor:
+    with Supervisor({"FROM_RUN": "run"}, io.StringIO(), LaunchConfig(), apart_s=APART_S) as supervisor:
         supervisor.run(lambda: [role])
     assert role.log.read_text() == f"run {tmp_path / 'pids'}\n"
