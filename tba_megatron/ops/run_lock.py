@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def alone_in(folder: Path, stream: TextIO) -> Iterator[int]:
     RunFolderError when another launch holds it, or it cannot be written to.
     """
     try:
-        lock = (folder / ".lock").open("a+")
+        lock = (folder / ".lock").open("a+", encoding="utf-8", errors="replace")  # it may be damaged
     except OSError as error:
         raise _unusable(folder, error) from None
     with lock:
@@ -74,7 +75,12 @@ def _acquire(lock: TextIO, folder: Path, stream: TextIO) -> None:
 
 
 def _holder_was_killed(lock: TextIO) -> bool:
-    """Whether the launch that wrote into the lock is gone, so that only its roles can hold it."""
+    """Whether the launch that wrote into the lock is gone, so that only its roles can hold it.
+
+    Of what is not a launch's line nobody knows, so its holder counts as one that lives.
+    """
     lock.seek(0)
     host, _, pid = lock.read().strip().partition(" ")
-    return host == socket.gethostname() and pid.isdigit() and not psutil.pid_exists(int(pid))
+    # No system counts processes as far as ten digits, and ``pid_exists`` raises beyond 31 bits.
+    is_pid = re.fullmatch("[0-9]{1,9}", pid) is not None
+    return host == socket.gethostname() and is_pid and not psutil.pid_exists(int(pid))

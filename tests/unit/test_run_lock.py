@@ -1,8 +1,10 @@
 """One launch at a time in a run folder, and none while roles of a launch that was killed are still there."""
 
+import fcntl
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -65,6 +67,30 @@ def test_a_folder_is_free_after_its_launch_and_as_it_was(tmp_path):
         with alone_in(tmp_path, io.StringIO()):
             assert (tmp_path / ".lock").read_text().split()[1] == str(os.getpid())
         assert (tmp_path / ".lock").read_bytes() == b""
+
+
+HERE = socket.gethostname().encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe\x00\x80",
+        HERE + b" \xb2\n",
+        HERE + " \u00b2\n".encode(),
+        HERE + b" 99999999999\n",
+        HERE + b" " + b"1" * 5000,
+    ],
+    ids=["binary", "not a number", "a digit that is no number", "no process id", "long"],
+)
+def test_a_lock_that_is_held_and_damaged_is_one_line(content, tmp_path):
+    (tmp_path / ".lock").write_bytes(content)
+    with (tmp_path / ".lock").open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RunFolderError, match=r"is in use by another tba launch"), alone_in(tmp_path, io.StringIO()):
+            pass
+    with alone_in(tmp_path, io.StringIO()):
+        assert (tmp_path / ".lock").read_text().split()[1] == str(os.getpid())
 
 
 def test_a_run_folder_that_cannot_be_made_or_written_is_one_line(tmp_path):
