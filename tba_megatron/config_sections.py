@@ -13,6 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
+# Of waits in torch and in threads, which count nanoseconds in 64 bits: one of three hundred years overflows and fails
+# at once. A week is far below that, and below the 24 days that 32 bits of milliseconds hold.
+MOST_WAIT_S = 7 * 24 * 3600.0
+Wait = Annotated[float, Field(gt=0.0, le=MOST_WAIT_S)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 
@@ -233,7 +237,7 @@ class TrainerConfig(Section):
     async_save: bool = True
     """Periodic checkpoints are written while training goes on, from one more copy of the state in host memory."""
     threads: Count = 1  # of the CPU, in one rank
-    distributed_timeout_s: Positive = 600.0
+    distributed_timeout_s: Wait = 600.0
     megatron_extra: dict[str, Any] = Field(default_factory=dict)
     """Fields of Megatron's TransformerConfig for layout and memory alone; trainer/megatron_config.py lists them."""
 
@@ -298,7 +302,7 @@ class SegmentsConfig(Section):
     kind: Literal["files"] = "files"
     segment_bytes: Annotated[int, Field(ge=1 << 12)] = 64 << 20
     """A file that has reached this size is followed by the next; files whose rollouts have all left are deleted."""
-    fsync_every_s: NonNegative = 30.0
+    fsync_every_s: Annotated[float, Field(ge=0.0, le=MOST_WAIT_S)] = 30.0
     """The most that a failure of the machine (not of a process) can cost; 0: safe on the disk at checkpoints only."""
 
 
@@ -336,7 +340,7 @@ class WeightsConfig(Section):
     cohort_size: Count = 64
     """Searchers of one broadcast group. When one is lost, its own group alone is formed anew."""
     bucket_bytes: Count = 64 << 20
-    timeout_s: Positive = 60.0
+    timeout_s: Wait = 60.0
     """Deadline of each wait: for a group to form, for searchers to get ready, for one bucket, for a version to be
     applied. Then the group is given up, who was late is named, and training goes on."""
     probe_tokens: CountOrZero = 16

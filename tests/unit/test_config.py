@@ -245,6 +245,18 @@ def test_settings_of_searchers_that_cannot_work_are_refused(overrides, message, 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["weights.timeout_s", "trainer.distributed_timeout_s", "buffer.segments.fsync_every_s"])
+def test_no_wait_is_longer_than_torch_and_threads_can_count(key, file):
+    (problem,) = problems(file, f"{key}=1e10")
+    assert problem.endswith(f"{key} = 10000000000.0: should be less than or equal to 604800")
+    load_config(file, [f"{key}=604800"])
+
+
+@pytest.mark.parametrize("key", ["lease_s", "patience_s", "resend_s"])
+def test_waits_that_only_a_clock_is_compared_with_have_no_bound(key, file):
+    load_config(file, ["transport.patience_s=1e300", f"transport.{key}=1e300"])
+
+
 GRPO, BEHAVIOUR = "objective.loss={kind: grpo}", "search.behaviour_logprobs=true"
 BY_SEARCHERS = "objective.reference.placement=searcher"
 DPO, RLOO = "objective.loss={kind: online_dpo}", "objective.loss={kind: rloo}"
