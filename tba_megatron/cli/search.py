@@ -41,7 +41,8 @@ def run(config: Config, args: argparse.Namespace) -> int:
     engine = config.search.engine
     if isinstance(engine, VllmEngineConfig):
         prepare_searcher_environment(engine.threads)  # before anything imports torch, which reads it once
-    from tba_megatron.search.searcher import Searcher, new_name
+    from tba_megatron.search.rollout_maker import new_name
+    from tba_megatron.search.searcher import Searcher
     from tba_megatron.transport.control_client import ControlClient
     from tba_megatron.transport.rollout_sender import RolloutSender
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,3 +100,8 @@ def _in_its_era(span: PolicySpan, newest: PolicyVersion) -> PolicySpan:
     if not span.version.is_foreign:
         return span
     return PolicySpan(version=newest.as_foreign(), start=span.start, end=span.end)
+
+
+def new_name(host: str) -> str:
+    """A name for this start of a searcher: host, process and a random part."""
+    return f"{host}-{os.getpid()}-{os.urandom(4).hex()}"

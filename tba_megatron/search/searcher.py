@@ -7,7 +7,6 @@ A trainer that is gone ends nothing: what is in the engine goes on, and what was
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from collections import deque
@@ -397,8 +396,3 @@ class Searcher:
     def _worked(self, since_s: float, recompute_s: float) -> None:
         """The time since then was generating and scoring, but for what was computed again."""
         self._busy_s += time.monotonic() - since_s - (self._engine.recompute_s - recompute_s)
-
-
-def new_name(host: str) -> str:
-    """A name for this start of a searcher: host, process and a random part."""
-    return f"{host}-{os.getpid()}-{os.urandom(4).hex()}"

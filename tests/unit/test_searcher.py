@@ -23,7 +23,8 @@ from tba_megatron.errors import TransportError
 from tba_megatron.models.tokenizer import HfTokenizer
 from tba_megatron.rollout_batch import decode
 from tba_megatron.search.fake_engine import FakeEngine, FakeReference
-from tba_megatron.search.searcher import TRAINER_GONE, Searcher, new_name
+from tba_megatron.search.rollout_maker import new_name
+from tba_megatron.search.searcher import TRAINER_GONE, Searcher
 from tba_megatron.tasks.registry import make_task
 from tba_megatron.transport.control import ControlServer
 from tba_megatron.transport.control_client import ControlClient
