@@ -9,7 +9,7 @@ from launching import ledger_gap, records, summary_of, tba
 pytestmark = pytest.mark.slow
 
 RESETS = "objective.reference.reset_every_steps=2"  # for kimi_k15, and no matter to the others
-COMMON = ("sft.steps=0", "trainer.steps=4", "evaluation.problems=16")
+COMMON = ("sft.steps=0", "trainer.steps=4", "evaluation.problems=16", "objective.guards={}")
 BEHAVIOUR = "search.behaviour_logprobs=true"
 LOCK_STEP = ("weights.mode=sync", "weights.publish_every_steps=1", "search.in_flight=recompute", "buffer.max_reuse=1")
 
