@@ -5,6 +5,7 @@ R response positions, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +14,20 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from torch import Tensor
 
 from tba_megatron.dist import Groups
-from tba_megatron.trainer.head import HeadSettings
+from tba_megatron.trainer.head import HeadSettings, nobody
 from tba_megatron.trainer.model import Batch, forward
 
 
-def forward_responses(chunk: torch.nn.Module, batch: Batch, head: HeadSettings, groups: Groups) -> Tensor:
-    """As ``trainer.head.forward_responses``, by way of logits [T, V / tp] of all positions."""
+def forward_responses(
+    chunk: torch.nn.Module,
+    batch: Batch,
+    head: HeadSettings,
+    groups: Groups,
+    see: Callable[[Tensor, Batch], None] = nobody,
+) -> Tensor:
+    """As ``trainer.head.forward_responses``, by way of logits [T, V / tp] of all positions: without hidden states to be
+    seen, and without an entropy."""
+    assert not head.entropy
     output = forward(chunk, batch)
     gpt: Any = chunk
     while hasattr(gpt, "module"):
