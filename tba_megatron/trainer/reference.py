@@ -120,6 +120,8 @@ class Reference:
 
         CheckpointError, the same on every rank, where the weights of then are not there.
         """
+        if self._every:
+            self._files.remove_after(step)
         version = self.version_at(step)
         if version and version == step:
             self._weights.take(self._policy)

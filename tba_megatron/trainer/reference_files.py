@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError
 from tba_megatron.models.architecture import Architecture, ModelShape
+from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.exchange import from_rank_0
 from tba_megatron.trainer.export_hf import export_hf
 from tba_megatron.trainer.load_hf import load_hf
@@ -58,12 +59,26 @@ class ReferenceFiles:
             )
         load_hf(chunks, self.architecture, self.shape, source, self.groups)
 
+    def remove_after(self, step: int) -> None:
+        """Versions of steps after ``step`` are of another branch than the one that goes on from there: this one makes
+        its own. A collective over all ranks; CheckpointError on every rank where one cannot be removed.
+        """
+        with AllOrNone(f"cannot remove what an abandoned branch left in {self.folder}", self.groups.world):
+            if self.groups.rank == 0:
+                for version, path in self._versions():
+                    if version > step:
+                        shutil.rmtree(path)
+
     def remove_all_but(self, versions: Collection[int]) -> None:
         """For rank 0 alone. What cannot be removed stays for the next time."""
-        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
-            found = re.fullmatch(r"step-(\d{8})", path.name)
-            if found is not None and int(found[1]) not in versions:
+        for version, path in self._versions():
+            if version not in versions:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _versions(self) -> list[tuple[int, Path]]:
+        paths = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        found = [(re.fullmatch(r"step-(\d{8})", path.name), path) for path in paths]
+        return [(int(match[1]), path) for match, path in found if match is not None]
 
     def _path(self, version: int) -> Path:
         return self.folder / f"step-{version:08d}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import tiny
@@ -200,6 +201,17 @@ def test_the_kept_reference_is_the_policy_of_its_step_bit_for_bit(model, recordi
     run_ranks(replay, with_resets(tmp_path / "long", model, recording, {}, steps=10))
     run_ranks(replay, with_resets(tmp_path / "short", model, recording, {}, steps=8))
     kept, policy = exported(tmp_path / "long" / "reference" / "step-00000008"), exported(tmp_path / "short" / "hf")
+    assert kept.keys() == policy.keys() and all(torch.equal(kept[name], policy[name]) for name in policy)
+
+
+def test_a_branch_that_was_abandoned_leaves_its_reference_to_nobody(model, recording, tmp_path):
+    run_ranks(replay, with_resets(tmp_path / "run", model, recording, {}, steps=3))
+    # As after a save at step 6 that was killed before its checkpoint counted, in a run that went another way.
+    left = tmp_path / "run" / "reference" / "step-00000004"
+    shutil.copytree(model, left)
+    run_ranks(replay, with_resets(tmp_path / "run", model, recording, {}, steps=6))
+    run_ranks(replay, with_resets(tmp_path / "short", model, recording, {}, steps=4))
+    kept, policy = exported(left), exported(tmp_path / "short" / "hf")
     assert kept.keys() == policy.keys() and all(torch.equal(kept[name], policy[name]) for name in policy)
 
 
