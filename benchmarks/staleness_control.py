@@ -24,7 +24,7 @@ class ScatteredGuards(Guards):
         n_lost = int(((Guards.factor_S(self, advantage_S, s) == 0.0) & (advantage_S < 0)).sum())
         negative = (advantage_S < 0).nonzero()[:, 0]
         chosen = negative[torch.randperm(len(negative), generator=self.generator)[:n_lost]]
-        factor_S = torch.where(advantage_S < 0, self.negative_weight, 1.0).double()
+        factor_S = torch.ones_like(advantage_S, dtype=torch.float64).masked_fill(advantage_S < 0, self.negative_weight)
         factor_S[chosen] = 0.0
         return factor_S
 

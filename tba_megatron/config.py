@@ -214,6 +214,16 @@ class Config(Section):
                 "objective.guards: online_dpo compares completions and has no advantages to guard; leave guards out",
             ),
             (
+                o.reads_reference == "none" and o.reference.reset_every_steps > 0,
+                f"objective.reference.reset_every_steps: {o.reference.reset_every_steps} has no effect, because "
+                f"objective.loss ({o.loss.kind}) reads no reference; leave it out",
+            ),
+            (
+                o.reads_reference == "none" and o.reference.placement == "host",
+                f"objective.reference.placement: host has no effect, because objective.loss ({o.loss.kind}) reads no "
+                f"reference; leave it out",
+            ),
+            (
                 isinstance(o.loss, KimiK15) and o.reference.reset_every_steps == 0,
                 "objective.reference.reset_every_steps: kimi_k15 is held to the policy of the last reset, and 0 never "
                 "resets; set it to the steps of an iteration, or choose tb_vargrad",

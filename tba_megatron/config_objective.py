@@ -9,13 +9,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from tba_megatron.config_sections import Constant, CountOrZero, Fraction, Line, NonNegative, Positive, Section
+from tba_megatron.config_sections import Constant, CountOrZero, Fraction, Line, NonNegative, Section
+
+# Far beyond what makes sense, and as far from what would be infinite or nothing in float32.
+Coefficient = Annotated[float, Field(ge=1e-9, le=1e9)]
+CoefficientOrZero = Annotated[float, Field(ge=0.0, le=1e9)]
 
 
 class LinearBeta(Line):
     """GSM8K of the paper: target 0.004, both steps 500; TL;DR: target 0.05, target_step 128, stop_step 32 (A.4)."""
 
-    target: Positive
+    target: Coefficient
 
 
 BetaSchedule = Annotated[Constant | LinearBeta, Field(discriminator="kind")]
@@ -24,7 +28,7 @@ BetaSchedule = Annotated[Constant | LinearBeta, Field(discriminator="kind")]
 class Annealed(Section):
     """What has a beta that may change with the optimizer step, counted from 1."""
 
-    beta: Positive
+    beta: Coefficient
     """Reward units per nat of KL to the reference."""
     beta_schedule: BetaSchedule = Constant()
 
@@ -55,7 +59,7 @@ class TbLearnedZ(Annealed):
     """
 
     kind: Literal["tb_learned_z"] = "tb_learned_z"
-    log_z_learning_rate: Positive = 0.05
+    log_z_learning_rate: Coefficient = 0.05
     """Nats that log Z may move in a step, about: Adam's rate for its bias, and over the hidden size for its weights. It
     needs far more than the policy, and with a small beta more still; it knows no schedule."""
 
@@ -64,7 +68,7 @@ class KimiK15(Section):
     """Kimi K1.5: least squares, held to the policy of the last reset of the reference."""
 
     kind: Literal["kimi_k15"] = "kimi_k15"
-    tau: Positive
+    tau: Coefficient
     """Reward units per nat of log pi / pi_ref."""
 
 
@@ -72,7 +76,7 @@ class KimiK2(Section):
     """Kimi K2: least squares, held to the policy that wrote each completion."""
 
     kind: Literal["kimi_k2"] = "kimi_k2"
-    tau: Positive
+    tau: Coefficient
     """Reward units per nat of log pi / mu."""
 
 
@@ -80,7 +84,7 @@ class Oapl(Section):
     """OAPL: as Kimi K2, with the optimal value of the policy that wrote the completions for the mean reward."""
 
     kind: Literal["oapl"] = "oapl"
-    tau: Positive
+    tau: Coefficient
     """Reward units per nat of log pi / mu."""
 
 
@@ -88,7 +92,7 @@ class Rloo(Section):
     """REINFORCE with the mean of the others as baseline, without a ratio."""
 
     kind: Literal["rloo"] = "rloo"
-    beta: NonNegative = 0.0
+    beta: CoefficientOrZero = 0.0
     """Reward units per nat of KL to the reference, in the reward; 0: no reference."""
 
 
@@ -96,7 +100,7 @@ class ProximalRloo(Section):
     """RLOO with the clipped ratio of whole completions."""
 
     kind: Literal["proximal_rloo"] = "proximal_rloo"
-    beta: NonNegative = 0.0
+    beta: CoefficientOrZero = 0.0
     """Reward units per nat of log mu / pi_ref, in the reward; 0: no reference."""
     clip_low: Fraction = 0.2
     clip_high: NonNegative = 0.2
@@ -116,7 +120,7 @@ class Grpo(Section):
     """GRPO: standardised advantages, the mean over a completion's tokens."""
 
     kind: Literal["grpo"] = "grpo"
-    beta: NonNegative = 0.0
+    beta: CoefficientOrZero = 0.0
     """Weight of the KL to the reference in the loss (k3), whose log-probs are then computed in every step; 0: none."""
     clip_low: Fraction = 0.2
     clip_high: NonNegative = 0.2
@@ -134,7 +138,7 @@ class OnlineDpo(Section):
     """Online DPO: the best of a group against its worst."""
 
     kind: Literal["online_dpo"] = "online_dpo"
-    beta: Positive = 0.1
+    beta: Coefficient = 0.1
     """1 / nat: how much of a margin over the reference counts as won."""
 
 
@@ -158,7 +162,7 @@ Objective = Annotated[
 class GuardsConfig(Section):
     """On pushes that lower a completion. Both depart from an objective's paper; both are off by default."""
 
-    negative_weight: NonNegative = 1.0
+    negative_weight: CoefficientOrZero = 1.0
     """Multiplies negative advantages. 1: off; needs nothing of the rollouts, but moves the optimum, at no lag too."""
     lost_negative_ratio: Fraction = 0.0
     """A negative push counts for nothing where pi / mu is below this: where the policy has lost the completion since it

@@ -90,6 +90,15 @@ class RolloutBatch:
             reference_version_S=np.full(self.n_rollouts, NO_VERSION, np.int64),
         )
 
+    def with_start_reference(self) -> RolloutBatch:
+        """Without log-probs of a reference after a reset: each branch of a run has its own, under the same version."""
+        later = self.reference_version_S > 0
+        return replace(
+            self,
+            reference_S=np.where(later, np.nan, self.reference_S),
+            reference_version_S=np.where(later, NO_VERSION, self.reference_version_S),
+        )
+
     @staticmethod
     def of_groups(groups: Sequence[RolloutGroup]) -> RolloutBatch:
         """What a searcher made; every rollout once."""

@@ -278,7 +278,8 @@ class StoredShard:
         for sequence, first in enumerate(range(0, len(prompts), _GROUPS_A_RECORD)):
             some = prompts[first : first + _GROUPS_A_RECORD]
             rows, sizes = self.shard.rows_of(some)
-            payload = encode(self.shard.batch(some, sizes, rows, self.shard.rows.copies[rows]))
+            batch = self.shard.batch(some, sizes, rows, self.shard.rows.copies[rows])
+            payload = encode(batch.with_start_reference())  # a run that begins anew reads it without any checkpoint
             end = self.log.append(_REWRITTEN, sequence, payload, xxhash.xxh3_64_intdigest(payload))
             self.shard.set_segment(rows, end.segment)
         self._position = self.log.end

@@ -39,6 +39,6 @@ class Guards:
         return self._factor(advantage_S, s.drift_S)
 
     def _factor(self, advantage: Tensor, drift: Tensor) -> Tensor:
-        negative = advantage < 0
-        lost = drift.exp() < self.lost_negative_ratio
-        return torch.where(negative, torch.where(lost, 0.0, self.negative_weight), 1.0).double()
+        weight = torch.ones_like(drift, dtype=torch.float64)
+        negative, lost = advantage < 0, drift.exp() < self.lost_negative_ratio
+        return weight.masked_fill(negative, self.negative_weight).masked_fill(negative & lost, 0.0)

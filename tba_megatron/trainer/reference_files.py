@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from tba_megatron.dist import Groups
-from tba_megatron.errors import CheckpointError
+from tba_megatron.errors import CheckpointError, ModelError
 from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.trainer.all_or_none import AllOrNone
 from tba_megatron.trainer.exchange import from_rank_0
@@ -50,14 +50,15 @@ class ReferenceFiles:
             )
 
     def read(self, chunks: Sequence[GPTModel], version: int) -> None:
-        """A collective over all ranks. CheckpointError on every rank where there is no such version."""
+        """A collective over all ranks. CheckpointError on every rank where it is not there, or not whole."""
         source = self._path(version)
+        advice = "put the whole folder back, or remove the newest checkpoint, which needs it, to resume earlier"
         if not self._exists(source):
-            raise CheckpointError(
-                f"{source} is missing, the reference that the newest checkpoint goes with; put it back, or remove that "
-                f"checkpoint to resume earlier"
-            )
-        load_hf(chunks, self.architecture, self.shape, source, self.groups)
+            raise CheckpointError(f"{source} is missing, the reference after a reset; {advice}")
+        try:
+            load_hf(chunks, self.architecture, self.shape, source, self.groups)
+        except ModelError as error:  # the same on every rank
+            raise CheckpointError(f"{source} cannot be read, the reference after a reset ({error}); {advice}") from None
 
     def remove_after(self, step: int) -> None:
         """Versions of steps after ``step`` are of another branch than the one that goes on from there: this one makes

@@ -215,12 +215,18 @@ def test_a_branch_that_was_abandoned_leaves_its_reference_to_nobody(model, recor
     assert kept.keys() == policy.keys() and all(torch.equal(kept[name], policy[name]) for name in policy)
 
 
-def test_a_checkpoint_whose_reference_is_gone_is_one_line_on_every_rank(model, recording, tmp_path):
+@pytest.mark.parametrize("damage", ["gone", "without weights", "cut"])
+def test_a_checkpoint_whose_reference_is_gone_or_damaged_is_one_line_on_every_rank(damage, model, recording, tmp_path):
     sizes = {"dp": 2}
-    made = with_resets(tmp_path / "run", model, recording, sizes, steps=10)
-    run_ranks(replay, made, **sizes)
+    run_ranks(replay, with_resets(tmp_path / "run", model, recording, sizes, steps=10), **sizes)
     (folder,) = (tmp_path / "run" / "reference").iterdir()
-    folder.rename(tmp_path / "elsewhere")
+    (weights,) = folder.glob("*.safetensors")
+    if damage == "gone":
+        folder.rename(tmp_path / "elsewhere")
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        weights.unlink()
 
     def body(groups):
         with pytest.raises(CheckpointError) as caught:
@@ -228,4 +234,5 @@ def test_a_checkpoint_whose_reference_is_gone_is_one_line_on_every_rank(model, r
         return str(caught.value)
 
     for message in run_ranks(body, **sizes):
-        assert f"{folder} is missing" in message and "remove that checkpoint" in message and "\n" not in message
+        assert message.startswith(f"{folder} {'is missing' if damage == 'gone' else 'cannot be read'}")
+        assert "remove the newest checkpoint" in message and "\n" not in message

@@ -76,7 +76,7 @@ def test_every_problem_is_reported_at_once_with_file_line_key_and_value(tmp_path
     assert problems_of(tmp_path, text + "sft:\n  steps: many\n") == [
         "F:6: task.kind = cpy: unknown; did you mean copy",
         "F:16: sft.steps = many: should be a valid integer, unable to parse string as an integer",
-        "F:13: objective.loss.beta = -1: should be greater than 0",
+        "F:13: objective.loss.beta = -1: should be greater than or equal to 0.000000001",
         "F:14: objective.loss.alpha = 2: unknown key; the keys here are beta, beta_schedule, kind",
     ]
 
@@ -286,6 +286,11 @@ DPO, RLOO = "objective.loss={kind: online_dpo}", "objective.loss={kind: rloo}"
             ],
             "proximal_rloo has one ratio for a whole completion",
         ),
+        (
+            [RLOO, "objective.reference.reset_every_steps=5"],
+            "reset_every_steps: 5 has no effect, because objective.loss",
+        ),
+        ([RLOO, "objective.reference.placement=host"], "placement: host has no effect, because objective.loss (rloo)"),
         (["objective.loss={kind: kimi_k15, tau: 0.1}"], "objective.reference.reset_every_steps: kimi_k15 is held to"),
         (["objective.guards.by_token=true"], "it has no effect without lost_negative_ratio"),
         (["objective.loss={kind: ppo_clip, dual_clip: 1}", BEHAVIOUR], "objective.loss.dual_clip: at 1 or less"),

@@ -203,6 +203,31 @@ def test_what_waits_while_a_checkpoint_is_made_comes_in_once_after_a_restart(tmp
     run.crash()
 
 
+def test_a_run_that_begins_anew_knows_no_reference_of_a_branch_without_a_checkpoint(tmp_path):
+    run = Run(tmp_path)
+    for event in distinct(4):
+        run.live(event)
+    (stored,) = run.shards
+    rows = np.sort(stored.shard.rows.living())
+    stored.shard.set_reference(rows[:2], np.array([-1.0, -2.0]), 0)  # of the start model
+    stored.shard.set_reference(rows[2:], np.full(len(rows) - 2, -3.0), 4)  # of the policy of step 4
+    run.checkpoint()
+    run.restart(2, 0)
+    held = [pair for stored in run.shards for pair in references_of(stored.shard)]
+    assert sorted(held) == [(-3.0, 4)] * (len(rows) - 2) + [(-2.0, 0), (-1.0, 0)]
+    remove_generations(run.replay, [run.checkpoint()])  # the log that the rollouts came in
+    run.restart(2, None)
+    assert sorted(pair for stored in run.shards for pair in references_of(stored.shard)) == [(-2.0, 0), (-1.0, 0)]
+    run.crash()
+
+
+def references_of(shard) -> list[tuple[float, int]]:
+    """(log-prob, version) of the rollouts of which it is known."""
+    rows = shard.rows.living()
+    pairs = zip(shard.rows.reference[rows].tolist(), shard.rows.reference_version[rows].tolist(), strict=True)
+    return [(value, version) for value, version in pairs if version >= 0]
+
+
 def test_a_sender_that_lives_on_goes_on_where_it_was_in_another_generation_of_as_many_shards(tmp_path):
     run = Run(tmp_path)
     for event in distinct(3):
