@@ -113,7 +113,7 @@ def test_a_fixed_policy_needs_an_m_that_is_not_1_in_every_step(m, schedule, fits
         (f"{M}_schedule={line(1.5)}", "less than or equal to 1"),
         (f"search.temperature_schedule={line(2.5)}", "less than or equal to 2"),
         (f"search.sources={{hot: {{temperature_schedule: {line(0.0)}}}}}", "greater than or equal to 0.01"),
-        (f"objective.loss.beta_schedule={line(0.0)}", "greater than 0"),
+        (f"objective.loss.beta_schedule={line(0.0)}", "greater than or equal to 0.000000001"),
         (f"{M}_schedule={{kind: linear, target: 0.5, target_step: 0, stop_step: 1}}", "greater than or equal to 1"),
     ],
 )
