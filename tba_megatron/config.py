@@ -176,11 +176,6 @@ class Config(Section):
         by_searchers = "objective.reference.placement: searcher"
         return [
             (
-                o.needs_reference and o.reads_reference == "none",
-                f"{by_searchers} has no effect, because objective.loss ({o.loss.kind}) reads no reference; "
-                "leave it out",
-            ),
-            (
                 o.needs_reference and o.reads_reference == "tokens",
                 f"{by_searchers} gives one log-prob a completion, and objective.loss ({o.loss.kind} with beta) reads "
                 f"one a token; choose device or host",
@@ -219,9 +214,9 @@ class Config(Section):
                 f"objective.loss ({o.loss.kind}) reads no reference; leave it out",
             ),
             (
-                o.reads_reference == "none" and o.reference.placement == "host",
-                f"objective.reference.placement: host has no effect, because objective.loss ({o.loss.kind}) reads no "
-                f"reference; leave it out",
+                o.reads_reference == "none" and o.reference.placement != "device",
+                f"objective.reference.placement: {o.reference.placement} has no effect, because objective.loss "
+                f"({o.loss.kind}) reads no reference; leave it out",
             ),
             (
                 isinstance(o.loss, KimiK15) and o.reference.reset_every_steps == 0,

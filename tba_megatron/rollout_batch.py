@@ -30,6 +30,7 @@ from tba_megatron.types import (
 from tba_megatron.untrusted import decoded
 
 STOP_REASONS = tuple(StopReason)
+START_REFERENCE = 0  # the version of a reference that is the start model
 NO_VERSION = -1  # of a reference log-prob that is not known; the log-prob itself is NaN then
 MOST_SEQUENCE = 1 << 40  # rollouts of one searcher
 NO_BEHAVIOUR = -1  # length of the behaviour log-probs of a rollout that has none
@@ -92,7 +93,7 @@ class RolloutBatch:
 
     def with_start_reference(self) -> RolloutBatch:
         """Without log-probs of a reference after a reset: each branch of a run has its own, under the same version."""
-        later = self.reference_version_S > 0
+        later = self.reference_version_S > START_REFERENCE
         return replace(
             self,
             reference_S=np.where(later, np.nan, self.reference_S),

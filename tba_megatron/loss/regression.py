@@ -61,12 +61,18 @@ class Regression:
             residual_S = self.residual_S(s)
             value = total(residual_S.square(), s) / (2 * self._tau * inputs.normaliser)
         pushes = push(residual_S, s, self._guards)
-        loss = value + pushes - pushes.detach()
+        return self._output(value + pushes - pushes.detach(), residual_S, s)
+
+    def log_z_S(self, s: Sequences) -> Tensor:
+        """[S] nats, of the group: what makes its residuals zero in the mean."""
+        return s.group_mean(s.reward_S / self._tau - self.log_ratio_S(s))
+
+    def _output(self, loss: Tensor, residual_S: Tensor, s: Sequences) -> LossOutput:
         return output(loss, residual_S, s, self.needs.reference, self._more(residual_S, s), self._tau)
 
     def _more(self, residual_S: Tensor, s: Sequences) -> dict[str, Tensor]:
-        """log Z is what makes the residuals of a group zero in the mean, in nats; its square gives its spread."""
-        log_z_S = s.group_mean(s.reward_S / self._tau - self.log_ratio_S(s))
+        """The square of log Z gives its spread."""
+        log_z_S = self.log_z_S(s)
         in_group_S = 1.0 / s.group_size_S
         return {
             "rollout/residual_square": total((residual_S / self._tau).square(), s),
@@ -112,8 +118,7 @@ class TbaPrime(TbVarGrad):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         s = Sequences(inputs)
         residual_S = self.residual_S(s)
-        loss = push(residual_S, s, self._guards)
-        return output(loss, residual_S, s, self.needs.reference, self._more(residual_S, s), self._tau)
+        return self._output(push(residual_S, s, self._guards), residual_S, s)
 
 
 class KimiK15(Regression):
@@ -141,24 +146,21 @@ class TbLearnedZ(Regression):
     def residual_S(self, s: Sequences) -> Tensor:
         return s.reward_S - self._tau * (_learned_S(s) + s.kl_S)
 
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        found = super().__call__(inputs)
-        s = Sequences(inputs)
-        with torch.no_grad():
-            gradient_S = -s.copies_S * self.residual_S(s) / (self._tau * inputs.normaliser)
-            return replace(found, log_z_gradient_S=torch.where(s.copies_S != 0, gradient_S, 0.0))
+    def log_z_S(self, s: Sequences) -> Tensor:
+        """The learned one."""
+        return s.group_mean(_learned_S(s))
+
+    @torch.no_grad()
+    def _output(self, loss: Tensor, residual_S: Tensor, s: Sequences) -> LossOutput:
+        gradient_S = -s.copies_S * residual_S / (self._tau * s.inputs.normaliser)
+        found = super()._output(loss, residual_S, s)
+        return replace(found, log_z_gradient_S=torch.where(s.copies_S != 0, gradient_S, 0.0))
 
     def _more(self, residual_S: Tensor, s: Sequences) -> dict[str, Tensor]:
-        """log Z is the learned one here; ``log_z_error_square`` is how far it is from the estimate from the group."""
-        estimated_S = s.group_mean(s.reward_S / self._tau - s.kl_S)
-        learned_S = s.group_mean(_learned_S(s))
-        in_group_S = 1.0 / s.group_size_S
-        return {
-            **super()._more(residual_S, s),
-            "group/log_z": total(in_group_S * learned_S, s),
-            "group/log_z_square": total(in_group_S * learned_S.square(), s),
-            "group/log_z_error_square": total(in_group_S * (learned_S - estimated_S).square(), s),
-        }
+        """``log_z_error_square`` is how far the learned log Z is from the estimate from the group."""
+        error_S = self.log_z_S(s) - super().log_z_S(s)
+        error = total(error_S.square() / s.group_size_S, s)
+        return {**super()._more(residual_S, s), "group/log_z_error_square": error}
 
 
 def _learned_S(s: Sequences) -> Tensor:

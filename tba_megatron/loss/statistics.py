@@ -34,14 +34,15 @@ def output(
     """
     copies_S = s.copies_S
     abs_advantage_S = advantage_S.abs()
+    tokens = total(s.length_S, s)
     sums = {
         "loss": loss.detach(),
         "rollouts": copies_S.sum(),
         "groups": copies_S.new_tensor(float(s.inputs.n_groups)),
-        "tokens": total(s.length_S, s),
+        "tokens": tokens,
         "rollout/reward": total(s.reward_S, s),
         "rollout/abs_advantage": total(abs_advantage_S, s),
-        "rollout/completion_tokens": total(s.length_S, s),
+        "rollout/completion_tokens": tokens,
         "group/equal_rewards": s.equal_rewards_G().sum().double(),
         **(more or {}),
     }
@@ -85,13 +86,14 @@ def _drift(advantage_S: Tensor, s: Sequences) -> dict[str, Tensor]:
     drift_S = torch.where(known_S, s.drift_S, 0.0)
     ratio_S = drift_S.clamp(-_MOST_DRIFT, _MOST_DRIFT).exp()
     push_S = copies_S * (-advantage_S).clamp(min=0.0)
+    drift = (copies_S * drift_S).sum()
     return {
         "drift_rollouts": copies_S.sum(),
-        "drift_rollout/drift": (copies_S * drift_S).sum(),
+        "drift_rollout/drift": drift,
         "drift_rollout/drift_square": (copies_S * drift_S.square()).sum(),
         "drift_rollout/abs_drift": (copies_S * drift_S.abs()).sum(),
         "drift_tokens": (copies_S * s.length_S).sum(),
-        "drift_token/drift_per_token": (copies_S * drift_S).sum(),
+        "drift_token/drift_per_token": drift,
         "drift_rollout/ratio": (copies_S * ratio_S).sum(),
         "drift_rollout/ratio_square": (copies_S * ratio_S.square()).sum(),
         "drift_rollout/negative_push": push_S.sum(),

@@ -13,7 +13,7 @@ from tba_megatron.search.rollout_maker import RolloutMaker, Visit
 from tba_megatron.transport.rollouts import RolloutOutbox
 from tba_megatron.types import Completion, PolicyVersion, TokenIds
 
-_Written = tuple[Visit, Sequence[Completion], Sequence[float] | None]  # and the reference's log-prob sums
+_Written = tuple[Visit, Sequence[Completion]]
 
 
 class ReferenceScorer(Protocol):
@@ -42,7 +42,7 @@ class WrittenGroups:
 
     def __init__(self, maker: RolloutMaker, scorer: ReferenceScorer | None) -> None:
         self._maker, self._scorer = maker, scorer
-        self._ready: list[_Written] = []
+        self._ready: list[tuple[_Written, Sequence[float] | None]] = []  # and the reference's log-prob sums
         self._in_scorer: dict[str, _Written] = {}  # by request id
         self._requests = 0
 
@@ -52,20 +52,19 @@ class WrittenGroups:
 
     def add(self, visit: Visit, completions: Sequence[Completion]) -> None:
         if self._scorer is None:
-            self._ready.append((visit, completions, None))
+            self._ready.append(((visit, completions), None))
             return
         self._requests += 1
         request_id = f"{self._requests}"
-        self._in_scorer[request_id] = visit, completions, None
+        self._in_scorer[request_id] = visit, completions
         self._scorer.submit(request_id, visit.prompt.token_ids, [c.token_ids for c in completions])
 
     def send(self, outbox: RolloutOutbox, newest: PolicyVersion) -> None:
         """Take one step of the scorer, and make rollouts of what waits for nothing more."""
         if self._scorer is not None and self._in_scorer:
             for request_id, sums in self._scorer.step():
-                visit, completions, _ = self._in_scorer.pop(request_id)
-                self._ready.append((visit, completions, sums))
-        for visit, completions, sums in self._ready:
+                self._ready.append((self._in_scorer.pop(request_id), sums))
+        for (visit, completions), sums in self._ready:
             outbox.send(self._maker.make(visit, completions, newest, sums))
         self._ready.clear()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tba_megatron.config_objective import ObjectiveConfig
+from tba_megatron.rollout_batch import START_REFERENCE
 from tba_megatron.tasks.base import Task
 from tba_megatron.transport.messages import SampleRollout
 from tba_megatron.types import (
@@ -21,8 +22,6 @@ from tba_megatron.types import (
     StopReason,
     Tokenizer,
 )
-
-START_REFERENCE = 0  # the version of the reference that a searcher asks: the start model, which it never replaces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from tba_megatron.dist import Groups
 from tba_megatron.loss.base import ReferenceNeed
 from tba_megatron.packing import Pack, unpack_sums
+from tba_megatron.rollout_batch import START_REFERENCE
 from tba_megatron.trainer.head import HeadSettings
 from tba_megatron.trainer.model import to_device
 from tba_megatron.trainer.reference_files import ReferenceFiles
@@ -56,7 +57,7 @@ class Reference:
         self._weights, self._policy, self._files = weights, policy, files
         self._head, self._groups = head, groups
         self._every = reset_every_steps
-        self.version = 0
+        self.version = START_REFERENCE
 
     def fill(self, packs: Sequence[Pack]) -> tuple[list[Pack], dict[RolloutId, tuple[float, int]]]:
         """``packs`` with every reference log-prob known, and (log-prob, version) of those computed now.
@@ -96,7 +97,7 @@ class Reference:
 
     def version_at(self, step: int) -> int:
         """The version after optimizer step ``step``."""
-        return step // self._every * self._every if self._every else 0
+        return step // self._every * self._every if self._every else START_REFERENCE
 
     def step_made(self, step: int) -> None:
         """Become the policy, where ``step`` is one that resets."""
@@ -111,7 +112,7 @@ class Reference:
         """Write what a checkpoint of ``step`` needs beside itself; a collective over all ranks. The start model, and
         the policy of the checkpoint, are there anyway.
         """
-        if self.version not in (0, step):
+        if self.version not in (START_REFERENCE, step):
             with self._weights.scoring() as chunks:
                 self._files.write(chunks, self.version)
 
@@ -123,9 +124,9 @@ class Reference:
         if self._every:
             self._files.remove_after(step)
         version = self.version_at(step)
-        if version and version == step:
+        if version == step != START_REFERENCE:
             self._weights.take(self._policy)
-        elif version:
+        elif version != START_REFERENCE:  # which it is as it was built
             with self._weights.scoring() as chunks:
                 self._files.read(chunks, version)
         self.version = version

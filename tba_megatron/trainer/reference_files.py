@@ -1,11 +1,11 @@
 """The reference after a reset, as files: what a checkpoint needs of it beside itself, where it is not its own policy.
 
-``reference`` of the run folder holds one Hugging Face folder a version, named by the step whose policy it was.
+``reference`` of the run folder holds one Hugging Face folder a version, named as checkpoints are by the step whose
+policy it was.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from tba_megatron.dist import Groups
 from tba_megatron.errors import CheckpointError, ModelError
 from tba_megatron.models.architecture import Architecture, ModelShape
 from tba_megatron.trainer.all_or_none import AllOrNone
+from tba_megatron.trainer.checkpoint_folder import checkpoints, final_path
 from tba_megatron.trainer.exchange import from_rank_0
 from tba_megatron.trainer.export_hf import export_hf
 from tba_megatron.trainer.load_hf import load_hf
@@ -37,7 +38,7 @@ class ReferenceFiles:
 
     def write(self, chunks: Sequence[GPTModel], version: int) -> None:
         """Unless it is there; a collective over all ranks. CheckpointError on every rank when any could not write."""
-        target = self._path(version)
+        target = final_path(self.folder, version)
         if not self._exists(target):
             export_hf(
                 chunks,
@@ -51,7 +52,7 @@ class ReferenceFiles:
 
     def read(self, chunks: Sequence[GPTModel], version: int) -> None:
         """A collective over all ranks. CheckpointError on every rank where it is not there, or not whole."""
-        source = self._path(version)
+        source = final_path(self.folder, version)
         advice = "put the whole folder back, or remove the newest checkpoint, which needs it, to resume earlier"
         if not self._exists(source):
             raise CheckpointError(f"{source} is missing, the reference after a reset; {advice}")
@@ -66,23 +67,15 @@ class ReferenceFiles:
         """
         with AllOrNone(f"cannot remove what an abandoned branch left in {self.folder}", self.groups.world):
             if self.groups.rank == 0:
-                for version, path in self._versions():
+                for version, path in checkpoints(self.folder):
                     if version > step:
                         shutil.rmtree(path)
 
     def remove_all_but(self, versions: Collection[int]) -> None:
         """For rank 0 alone. What cannot be removed stays for the next time."""
-        for version, path in self._versions():
+        for version, path in checkpoints(self.folder):
             if version not in versions:
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _versions(self) -> list[tuple[int, Path]]:
-        paths = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
-        found = [(re.fullmatch(r"step-(\d{8})", path.name), path) for path in paths]
-        return [(int(match[1]), path) for match, path in found if match is not None]
-
-    def _path(self, version: int) -> Path:
-        return self.folder / f"step-{version:08d}"
 
     def _exists(self, path: Path) -> bool:
         """As rank 0 sees it."""

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch import Tensor
 
 
 class ReferenceWeights(Protocol):
@@ -50,10 +49,10 @@ class OnHost:
 
     def __init__(self, policy: Sequence[GPTModel]) -> None:
         self._policy = tuple(policy)
-        pinned = any(parameter.is_cuda for parameter in _parameters(policy))
-        self._host: list[Tensor] = []
-        for parameter in _parameters(policy):
-            self._host.append(torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=pinned))
+        self._host = [
+            torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.is_cuda)
+            for parameter in _parameters(policy)
+        ]
         self.take(policy)
 
     @contextmanager

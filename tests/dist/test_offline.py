@@ -156,10 +156,11 @@ def start_from(folder: Path) -> Path:
     return made.start_model
 
 
-def replay_config(folder: Path, model: Path, recording: Path, sizes: dict[str, int], **trainer) -> Config:
+def replay_config(folder: Path, model: Path, recording: Path, sizes: dict[str, int], objective=None, **trainer) -> Config:
     return config(
         folder,
         sizes,
+        objective=objective or {},
         model={"path": model, "init": "pretrained"},
         sft={"steps": 0, "held_out": 0},
         trainer={"data": {"kind": "recording", "folder": recording}, **trainer},

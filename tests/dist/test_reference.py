@@ -12,7 +12,6 @@ from ranks import run_ranks
 from test_offline import (
     NAMES,
     assert_equal_exports,
-    config,
     exported,
     logged,
     record,
@@ -161,18 +160,8 @@ def recording(tmp_path_factory):
 
 
 def with_resets(folder, model, recording, sizes, placement="device", **trainer):
-    made = replay_config(folder, model, recording, sizes, save_every_steps=7, keep_checkpoints=1, **trainer)
-    reference = {"placement": placement, "reset_every_steps": EVERY}
-    return config(
-        folder,
-        sizes,
-        **{
-            "model": {"path": model, "init": "pretrained"},
-            "sft": {"steps": 0, "held_out": 0},
-            "trainer": made.trainer.model_dump(),
-            "objective": {"reference": reference},
-        },
-    )
+    objective = {"reference": {"placement": placement, "reset_every_steps": EVERY}}
+    return replay_config(folder, model, recording, sizes, objective, save_every_steps=7, keep_checkpoints=1, **trainer)
 
 
 # Stopped at 8 the reference is the checkpoint's own policy, at 10 it is that of step 8, at 3 the start model.
